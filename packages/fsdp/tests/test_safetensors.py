@@ -166,9 +166,12 @@ def round_trip(folder, out, ranks):
         # Names and sizes are pickled into bytes; no tensor is sent.
         assert {call.dtype for call in log.calls} <= {"uint8", "int64"}, log.calls
         assert_equal(model, make(0))
-        written = torch.tensor(saved.bytes_written)
+        written = torch.zeros(ranks, dtype=torch.int64)
+        written[dist.get_rank()] = saved.bytes_written
         dist.all_reduce(written)
-        assert written == saved.total_bytes, name
+        assert written.sum() == saved.total_bytes, name
+        if name in ("plain", "hybrid"):  # ranks with the same tensors take turns
+            assert all(written), name
 
 
 @pytest.mark.ranks

@@ -150,6 +150,13 @@ def test_weights_are_not_overwritten(tmp_path):
     assert torch.equal(read(tmp_path / "out")["scale"], make(0).scale)
 
 
+def test_files_of_ranks_that_were_killed_are_removed(tmp_path):
+    partial = tmp_path / ".model-00001-of-00002.safetensors.partial"
+    partial.write_bytes(b"x")
+    save_safetensors(make(0), tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
 class WithExtraState(nn.Linear):
     def get_extra_state(self):
         return {"step": 1}

@@ -132,17 +132,10 @@ class LocalShard:
     Attributes:
         local: the local tensor, of any strides.
         boxes: of the global tensor, with their windows of the contiguous local tensor.
-        first_replica: whether no rank with a lower index on a replicating axis has the same ones.
     """
 
     local: torch.Tensor
     boxes: tuple[StoredBox, ...]
-    first_replica: bool
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the local tensor."""
-        return self.local.nbytes
 
 
 def local_shard(tensor: torch.Tensor, name: str) -> LocalShard:
@@ -153,7 +146,7 @@ def local_shard(tensor: torch.Tensor, name: str) -> LocalShard:
     """
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return LocalShard(tensor, rank_stored_boxes(shape, (), (), ()), True)
+        return LocalShard(tensor, rank_stored_boxes(shape, (), (), ()))
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
     if any(placement.is_partial() for placement in placements):
         raise ValueError(
@@ -162,14 +155,30 @@ def local_shard(tensor: torch.Tensor, name: str) -> LocalShard:
         )
     local, coordinate = tensor._local_tensor, mesh.get_coordinate()
     if coordinate is None:
-        return LocalShard(local, (), False)
-    first = not any(
-        index
-        for index, placement in zip(coordinate, placements, strict=True)
-        if replicates(placement)
-    )
+        return LocalShard(local, ())
     boxes = rank_stored_boxes(shape, tuple(mesh.shape), placements, tuple(coordinate))
-    return LocalShard(local, boxes, first)
+    return LocalShard(local, boxes)
+
+
+def is_in_replica_of(tensor: DTensor, rank: int) -> bool:
+    """Returns whether this rank and another are of the shards of one replica of a DTensor.
+
+    Those of a replica have each element once.
+
+    Args:
+        tensor: of this rank; the other may have it on another mesh, as along the axis of TP.
+        rank: in the default group.
+    """
+    mesh = tensor.device_mesh
+    own, others = mesh.get_coordinate(), (mesh.mesh == rank).nonzero().tolist()
+    return own is not None and any(
+        all(
+            a == b
+            for a, b, placement in zip(own, other, tensor.placements, strict=True)
+            if replicates(placement)
+        )
+        for other in others
+    )
 
 
 def pieces(box: TensorBox, elements: int) -> Iterator[TensorBox]:

@@ -28,6 +28,7 @@ from fsdp.checkpoint.names import (
     ModelTensor,
     Rename,
     TensorPart,
+    is_in_replica_of,
     local_shard,
     model_tensors,
     pieces,
@@ -63,8 +64,8 @@ def save_safetensors(
 ) -> SaveResult:
     """Writes the weights of a model as a folder for ``from_pretrained``; all ranks call it.
 
-    All ranks write into the same files, each the boxes of its shards, of replicated ones the first
-    rank that has them; no tensor data is sent. Beside its shards a rank has at most
+    All ranks write into the same files, each the boxes of its shards; ranks with the same ones take
+    turns, tensor after tensor. No tensor data is sent. Beside its shards a rank has at most
     `buffer_bytes` in memory, and a copy of a local tensor that is not contiguous. Of tied
     parameters the first is written. ``config.json`` is not: call ``save_pretrained`` of the model's
     configuration and of the tokenizer.
@@ -97,7 +98,11 @@ def save_safetensors(
         if rank == 0:
             _create(path, layouts)
     with raised_on_all_ranks(process_group):
-        written = [source for source in sources if source.is_written(tensors, rank, process_group)]
+        written = [
+            source
+            for source in sources
+            if source.is_written(tensors[source.tensor.name].writer, process_group)
+        ]
         bytes_written = _write(path, layouts, written, buffer_bytes)
     with raised_on_all_ranks(process_group):
         if rank == 0:
@@ -108,10 +113,10 @@ def save_safetensors(
 
 @dataclass(frozen=True)
 class _OfAllRanks:
-    """A tensor in a file, and the first rank whose model has it."""
+    """A tensor in a file, and the rank that writes it: ranks that have it take turns."""
 
     tensor: FileTensor
-    first_rank: int
+    writer: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,23 +127,16 @@ class _Source:
     part: TensorPart
     model: ModelTensor
 
-    def is_written(
-        self,
-        tensors: Mapping[str, _OfAllRanks],
-        rank: int,
-        process_group: dist.ProcessGroup | None,
-    ) -> bool:
+    def is_written(self, writer: int, process_group: dist.ProcessGroup | None) -> bool:
         """Returns whether this rank writes its boxes of it.
 
-        Of a DTensor on several meshes, as on each rank of tensor parallelism, those of the first
-        rank that has it write.
+        Args:
+            writer: rank in the group that writes; of a DTensor all ranks of its replica do.
+            process_group: of `save_safetensors`.
         """
-        first = tensors[self.tensor.name].first_rank
         if not isinstance(self.model.tensor, DTensor):
-            return rank == first
-        mesh = self.model.tensor.device_mesh.mesh
-        is_first_mesh = bool((mesh == global_rank(first, process_group)).any())
-        return is_first_mesh and local_shard(self.model.tensor, self.model.name).first_replica
+            return rank_of(process_group) == writer
+        return is_in_replica_of(self.model.tensor, global_rank(writer, process_group))
 
 
 def _sources(model: nn.Module, rename: Rename | None, dtype: torch.dtype | None) -> list[_Source]:
@@ -165,18 +163,23 @@ def _merged(on_ranks: Sequence[Mapping[str, FileTensor]]) -> dict[str, _OfAllRan
     Raises:
         ValueError: ranks have other shapes or dtypes; all ranks raise it.
     """
-    found: dict[str, _OfAllRanks] = {}
+    found: dict[str, FileTensor] = {}
+    ranks_with: dict[str, list[int]] = {}
     for rank, tensors in enumerate(on_ranks):
         for name, tensor in tensors.items():
-            first = found.setdefault(name, _OfAllRanks(tensor, rank))
-            if first.tensor != tensor:
+            first = found.setdefault(name, tensor)
+            ranks_with.setdefault(name, []).append(rank)
+            if first != tensor:
                 raise ValueError(
                     f"save_safetensors: expected one shape and dtype of {name!r} on all ranks, got "
-                    f"{first.tensor.shape} and {first.tensor.dtype} on rank {first.first_rank}, "
+                    f"{first.shape} and {first.dtype} on rank {ranks_with[name][0]}, "
                     f"{tensor.shape} and {tensor.dtype} on rank {rank}; rename tensors of a rank's "
                     f"own by rename="
                 )
-    return found
+    return {
+        name: _OfAllRanks(tensor, ranks_with[name][number % len(ranks_with[name])])
+        for number, (name, tensor) in enumerate(found.items())
+    }
 
 
 def _create(folder: Path, layouts: Sequence[FileLayout]) -> None:
@@ -188,6 +191,8 @@ def _create(folder: Path, layouts: Sequence[FileLayout]) -> None:
             f"{old[0].name}; remove it, or give another folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
+    for partial in folder.glob(".*.partial"):  # left by ranks that were killed
+        partial.unlink()
     for layout in layouts:
         with open(_partial(folder, layout), "wb") as file:
             file.write(layout.header)
