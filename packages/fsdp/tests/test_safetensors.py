@@ -359,6 +359,34 @@ def test_ranks_have_different_modules_of_one_folder(tmp_path):
     assert sorted(read_folder(tmp_path / "out")) == ["embedding.weight", "head.bias", "head.weight"]
 
 
+class Halves(nn.Module):
+    """Has one parameter, and two tensors in state dicts, which hooks copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Parameter(torch.randn(4, 3))
+        self.register_state_dict_post_hook(self.divide)
+        self.register_load_state_dict_pre_hook(self.unite)
+
+    @staticmethod
+    def divide(module, state, prefix, metadata):
+        first, second = state.pop(prefix + "both").chunk(2)
+        state |= {prefix + "first": first.clone(), prefix + "second": second.clone()}
+
+    @staticmethod
+    def unite(module, state, prefix, *args):
+        halves = [state.pop(prefix + name) for name in ("first", "second")]
+        state[prefix + "both"] = torch.cat(halves)
+
+
+def test_hooks_of_state_dicts_that_copy_tensors_see_the_loaded_values(tmp_path):
+    model, other = Halves(), Halves()
+    save_safetensors(model, tmp_path / "out")
+    assert sorted(read_folder(tmp_path / "out")) == ["first", "second"]
+    load_safetensors(other, tmp_path / "out")
+    assert torch.equal(other.both, model.both)
+
+
 def test_strict_false_loads_what_both_have(tmp_path):
     tensors = make(0).state_dict()
     del tensors["head.weight"], tensors["scale"]

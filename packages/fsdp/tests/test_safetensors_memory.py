@@ -18,23 +18,24 @@ pytestmark = pytest.mark.ranks
 
 
 class FilePages(TorchDispatchMode):
-    """Measures the maximum of the resident bytes of a file's mappings, after each copy."""
+    """Measures copies of bfloat16: the largest, and the most resident bytes of a file's mappings."""
 
     def __init__(self, file):
         super().__init__()
-        self.file, self.peak = str(file), 0
+        self.file, self.resident, self.largest_copy = str(file), 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func is not torch.ops.aten.copy_.default:
+        if func is not torch.ops.aten.copy_.default or args[1].dtype != torch.bfloat16:
             return result
+        self.largest_copy = max(self.largest_copy, args[0].nbytes)
         resident, inside = 0, False
         for line in Path("/proc/self/smaps").read_text().splitlines():
             if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
                 inside = line.endswith(self.file)
             elif inside and line.startswith("Rss:"):
                 resident += int(line.split()[1]) * 1024
-        self.peak = max(self.peak, resident)
+        self.resident = max(self.resident, resident)
         return result
 
 
@@ -49,17 +50,18 @@ def load_pages(folder):
     with torch.device("meta"):
         model = fsdp.fully_shard(large(1, 4096))
     with FilePages(Path(folder) / "model.safetensors") as pages:
-        result = load_safetensors(model, folder)
-    return result.bytes_read, pages.peak
+        result = load_safetensors(model, folder, buffer_bytes=4 * MIB)
+    return result.bytes_read, pages.resident, pages.largest_copy
 
 
 def test_a_rank_touches_its_pages_of_a_file_and_no_others(tmp_path):
     state = {"0.weight": torch.zeros(4096, 4096, dtype=torch.bfloat16)}
     safetensors.torch.save_file(state, tmp_path / "model.safetensors")
-    for bytes_read, touched in run_ranks(load_pages, 4, tmp_path, timeout=200):
+    for bytes_read, touched, copied in run_ranks(load_pages, 4, tmp_path, timeout=200):
         assert bytes_read == 8 * MIB  # a quarter
         # Linux maps pages around one that is touched, up to 2 MiB of them.
         assert 8 * MIB <= touched <= 8 * MIB + 4 * MIB
+        assert copied == 4 * MIB
 
 
 def load_into_memory(folder):
