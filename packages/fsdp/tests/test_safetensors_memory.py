@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 class FilePages(TorchDispatchMode):
-    """Measures copies of bfloat16: the largest, and the most resident bytes of a file's mappings."""
+    """Measures the largest copy of bfloat16, and the most resident bytes of a file's mappings."""
 
     def __init__(self, file):
         super().__init__()
