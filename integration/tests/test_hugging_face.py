@@ -7,14 +7,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from fsdp.checkpoint import load_safetensors, save_safetensors
 from integration.errors import UsageError
-from integration.hugging_face import load_weights, open_folder, require_fits, write_weights
 from integration.hugging_face.__main__ import main as export
-from integration.hugging_face.chunks import parameter_chunks
+from integration.hugging_face.names import names_in_files
 from integration.models import model_shape
 from integration.train.checkpoint.checkpoint import FOLDER
 from integration.train.config import TrainConfig
-from integration.train.launch.world import process_group
 from integration.train.setup import prepare
 from testkit import run_ranks
 from testkit.inspection.memory import peak_bytes
@@ -152,9 +151,8 @@ def test_experts_that_are_one_parameter_here_and_many_tensors_there(tmp_path):
     model.save_pretrained(tmp_path / "hf")
     names = tensors(tmp_path / "hf").keys()
     assert "model.layers.1.block_sparse_moe.experts.3.w3.weight" in names
-    chunks = parameter_chunks(model)
-    require_fits(open_folder(tmp_path / "hf"), chunks, {})
-    write_weights(tmp_path / "written", model.state_dict(), chunks, file_bytes=50_000)
+    rename = names_in_files(model)
+    save_safetensors(model, tmp_path / "written", rename=rename, max_shard_bytes=50_000)
     assert len(list((tmp_path / "written").glob("*.safetensors"))) > 2
     assert_same_bytes(tmp_path / "hf", tmp_path / "written")
 
@@ -177,7 +175,7 @@ def test_experts_that_are_one_parameter_here_and_many_tensors_there(tmp_path):
             torch.manual_seed(6)
             other = mixtral()
             cut(other)
-            load_weights(other, open_folder(Path(folder)), parameter_chunks(mixtral()))
+            load_safetensors(other, Path(folder), rename=names_in_files(mixtral()))
             for name, param in other.named_parameters():
                 assert torch.equal(param.full_tensor(), expected[name]), name
 
@@ -190,12 +188,9 @@ def test_of_tied_weights_files_hold_one(tmp_path):
     shape = replace(model_shape("llama-tiny"), tie_word_embeddings=True)
     model, other = (shape.build(dropout=0.0) for _ in range(2))
     model.save_pretrained(tmp_path / "hf")
-    chunks = parameter_chunks(model)
-    write_weights(tmp_path / "written", model.state_dict(), chunks)
+    save_safetensors(model, tmp_path / "written")
     assert_same_bytes(tmp_path / "hf", tmp_path / "written")
-    require_fits(open_folder(tmp_path / "hf"), chunks, {})
-    with process_group(60):
-        load_weights(other, open_folder(tmp_path / "hf"), chunks)
+    load_safetensors(other, tmp_path / "hf")
     assert torch.equal(other.lm_head.weight, model.lm_head.weight)
 
 
@@ -213,14 +208,14 @@ NORM = "model.norm.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: edit(d, lambda t: t.pop(NORM)), f"lacks the tensor {NORM}; give another"),
+        (lambda d: edit(d, lambda t: t.pop(NORM)), f"expected the tensor '{NORM}' in .*, got none"),
         (
             lambda d: edit(d, lambda t: t.update({NORM: torch.ones(63)})),
-            rf"the shape of {NORM} is \(63,\), this model's is \(64,\); give another --model",
+            rf"expected '{NORM}' of shape \(64,\) in .*, got \(63,\)",
         ),
         (
             lambda d: edit(d, lambda t: t.update(more=torch.ones(1))),
-            "contains the tensor more, which this model does not",
+            "got 'more', which it does not have",
         ),
         (
             lambda d: (d / "config.json").write_text(json.dumps({"num_attention_heads": 8})),
@@ -228,7 +223,7 @@ NORM = "model.norm.weight"
         ),
         (lambda d: (d / "model.safetensors").write_bytes(b"x"), "safetensors cannot be read"),
         (lambda d: (d / "config.json").write_text("{"), "config.json cannot be read"),
-        (lambda d: (d / "model.safetensors").unlink(), "expected model.safetensors or model.s"),
+        (lambda d: (d / "model.safetensors").unlink(), "folder with model.safetensors or model.s"),
         (
             lambda d: (d / "model.safetensors.index.json").write_text("{}"),
             "index.json cannot be read .it has no weight_map",
@@ -256,7 +251,7 @@ def test_a_folder_that_does_not_fit_is_refused_before_anything_is_written(
 def test_a_folder_that_is_none_is_refused(tmp_path):
     config = TrainConfig(model="llama-tiny", out=tmp_path / "run", init_from=tmp_path / "no")
     with pytest.raises(
-        UsageError, match=r"expected a folder that save_pretrained wrote, got .*no;"
+        UsageError, match=r"as save_pretrained writes it, got .*no, which is no folder"
     ):
         prepare(config, 1)
 

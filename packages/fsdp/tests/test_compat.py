@@ -6,11 +6,13 @@ import sys
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as TorchFSDPParam
 
 import fsdp
 from fsdp import _compat
+from fsdp.checkpoint.folder import dtypes
 from fsdp.private_names import ModuleNames
 from testkit import run_ranks
 from testkit.models.residual_stack import batch, shard, stack
@@ -137,3 +139,16 @@ def test_process_groups_keep_the_order_of_ranks_since_2_13():
     elif version < (2, 12):
         with pytest.raises(ValueError, match="update torch, or pass placements='hsdp'"):
             _compat.check_ordered_groups()
+
+
+def test_names_in_state_dicts_have_no_wrappers():
+    model = torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(2, 2)))
+    [name, _] = (name for name, _ in model.named_parameters())
+    assert name == "0._checkpoint_wrapped_module.weight"
+    assert _compat.canonical_names(model, name) == ["0.weight"]
+
+
+def test_dtypes_of_safetensors_are_those_of_torch():
+    assert dtypes()["BF16"] is torch.bfloat16
+    assert dtypes()["F8_E4M3"] is torch.float8_e4m3fn
+    assert dtypes()["I64"] is torch.int64

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import fsdp
+from ragged_shard import from_checkpointable, to_checkpointable
 from testkit import run_ranks
 
 pytestmark = [
@@ -96,6 +97,57 @@ def test_training_resumes_from_a_checkpoint(tmp_path, writer, saved_at, reader, 
     wanted = run_ranks(_save, saved_at, str(tmp_path / "c"), writer)[0]
     for losses in run_ranks(_load, loaded_at, str(tmp_path / "c"), reader):
         torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=1e-7)
+
+
+class OneDevice:
+    """Shards nothing."""
+
+    @staticmethod
+    def fully_shard(model):
+        return model
+
+
+SYSTEMS = {
+    "fsdp on 2": (fsdp, 2),
+    "fsdp on 4": (fsdp, 4),
+    "FSDP2 on 2": (torch_fsdp, 2),
+    "one process": (OneDevice, 1),
+}
+# With the attributes of DCP's CheckpointableTensor, and with the methods of DTensor.
+WAYS = {"attributes": to_checkpointable, "methods": lambda state: state}
+
+
+def _save_in(path, system):
+    model, optimizer = _make(SYSTEMS[system][0], 0)
+    for step in range(2):
+        _step(model, optimizer, step)
+    for way, convert in WAYS.items():
+        dcp.save(convert(_state(model, optimizer)), checkpoint_id=f"{path}/{way}")
+    return [_step(model, optimizer, step) for step in range(2, 5)]
+
+
+def _load_in(path, system):
+    losses = []
+    for saved in WAYS:
+        for convert in WAYS.values():
+            model, optimizer = _make(SYSTEMS[system][0], 1)
+            state = _state(model, optimizer)
+            found = convert(state)
+            dcp.load(found, checkpoint_id=f"{path}/{saved}")
+            state = from_checkpointable(found, state)
+            set_model_state_dict(model, state["model"])
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            losses.append([_step(model, optimizer, step) for step in range(2, 5)])
+    return losses
+
+
+@pytest.mark.parametrize("writer", SYSTEMS)
+def test_checkpoints_are_exchanged_both_ways_with_fsdp2_and_other_ranks(tmp_path, writer):
+    wanted = run_ranks(_save_in, SYSTEMS[writer][1], tmp_path, writer)[0]
+    for reader, (_, ranks) in SYSTEMS.items():
+        for of_rank in run_ranks(_load_in, ranks, tmp_path, reader, timeout=120):
+            for losses in of_rank:
+                torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=1e-7, msg=reader)
 
 
 def test_async_save_has_the_values_of_its_step(tmp_path):

@@ -1,6 +1,8 @@
 """Canaries: what `_compat` takes from torch's private modules is there and means what it did."""
 
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _redistribute
 
@@ -30,3 +32,15 @@ def test_torch_has_a_flag_against_merging_collectives():
     assert _compat.merges_collectives()
     with _redistribute.disable_redistribute_transform_optimization():
         assert not _compat.merges_collectives()
+
+
+def test_dcp_has_plain_tensors_with_four_attributes_since_2_14():
+    version = torch.torch_version.TorchVersion(torch.__version__)
+    assert _compat.has_checkpointable_tensors() == (version >= (2, 14))
+    if _compat.has_checkpointable_tensors():
+        assert set(dcp.CheckpointableTensor.__annotations__) == {
+            "global_shape",
+            "global_offsets",
+            "local_offsets",
+            "local_sizes",
+        }

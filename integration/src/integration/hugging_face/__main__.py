@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from transformers import PreTrainedModel
 
+from fsdp.checkpoint import save_safetensors
 from integration.errors import EXIT_USAGE, UsageError
-from integration.hugging_face import write_weights
-from integration.hugging_face.chunks import parameter_chunks
+from integration.hugging_face.names import names_in_files
 from integration.models import build_model_on_meta, shape_from
 from integration.train.checkpoint import checkpoint
 from integration.train.folders import make_folder, require_folder
@@ -45,15 +45,14 @@ def export(path: Path, out: Path) -> None:
     require_folder(out)
     if out.exists():
         raise UsageError(f"{out} already exists; give another OUT, or remove it")
-    model = build_model_on_meta(shape_from(manifest.identity.model))
-    chunks = parameter_chunks(model)
-    shapes = model.state_dict()
-    weights = {name: torch.empty(shapes[name].shape, dtype=shapes[name].dtype) for name in chunks}
+    model = build_model_on_meta(shape_from(manifest.identity.model)).to_empty(device="cpu")
+    if isinstance(model, PreTrainedModel):
+        model.tie_weights()  # which to_empty has undone
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a command that was killed
     make_folder(partial)
-    checkpoint.load_weights(path, weights)
-    write_weights(partial, weights, chunks)
+    checkpoint.load_weights(path, model.state_dict())
+    save_safetensors(model, partial, rename=names_in_files(model))
     config: Any = getattr(model, "config", None)  # only Hugging Face's models have one
     if config is not None:
         config.architectures = [type(model).__name__]

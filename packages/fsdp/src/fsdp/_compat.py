@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as torch_collectives
@@ -24,6 +25,7 @@ __all__ = [
     "GradDtype",
     "GradientReductionHandle",
     "ReduceScatter",
+    "canonical_names",
     "check_ordered_groups",
     "collectives_of_process_group",
     "collectives_of_symmetric_memory",
@@ -214,3 +216,8 @@ def no_compile(function: Callable[P, R]) -> Callable[P, R]:
 def in_backward() -> bool:
     """Returns whether autograd's engine runs, as in a recomputation of activation checkpointing."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def canonical_names(model: nn.Module, name: str) -> list[str]:
+    """Returns the names in DCP's state dicts of a tensor: without those of wrappers."""
+    return sorted(_get_fqns(model, name))

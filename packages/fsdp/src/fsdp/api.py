@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from dbuffer import Strategy
 from fsdp import _compat
 from fsdp._compat import DataParallelMeshDims
+from fsdp.checkpoint.state_dict import register_state_dict_hooks
 from fsdp.collectives.resident import count_optimizer_step
 from fsdp.mesh import (
     Roles,
@@ -52,7 +53,6 @@ from fsdp.param_group import (
 from fsdp.private_names import is_replicated, register_state
 from fsdp.quantized import Tiles
 from fsdp.state import FSDPState, state_of
-from fsdp.state_dict import register_state_dict_hooks
 
 __all__ = [
     "PlacementFn",

@@ -13,6 +13,7 @@ from ragged_shard import patch_points
 
 TYPE_CHECKING = False  # as typing has it, whose import costs the planner milliseconds
 if TYPE_CHECKING:
+    from ragged_shard.dtensor.checkpointable import from_checkpointable, to_checkpointable
     from ragged_shard.fallback import (
         RaggedShardFallbackWarning,
         fallbacks,
@@ -37,11 +38,13 @@ __all__ = [
     "dim_of",
     "even_shape",
     "fallbacks",
+    "from_checkpointable",
     "install",
     "is_installed",
     "local_shape",
     "reset_fallbacks",
     "strict",
+    "to_checkpointable",
     "uninstall",
     "visualize",
 ]
@@ -55,11 +58,13 @@ _MODULES = {
     "dim_of": "geometry.specs",
     "even_shape": "geometry.specs",
     "fallbacks": "fallback",
+    "from_checkpointable": "dtensor.checkpointable",
     "install": "patches",
     "is_installed": "patches",
     "local_shape": "geometry.specs",
     "reset_fallbacks": "fallback",
     "strict": "fallback",
+    "to_checkpointable": "dtensor.checkpointable",
     "uninstall": "patches",
     "visualize": "visualization.ownership",
 }

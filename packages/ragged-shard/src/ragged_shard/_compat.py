@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -100,3 +101,8 @@ def native_offsets(
 def clear_native_cache() -> None:
     """Clears this thread's cache of sharding decisions in C++, which torch 2.11 to 2.15 have."""
     torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def has_checkpointable_tensors() -> bool:
+    """Returns whether DCP takes plain tensors with four attributes for shards (2.14 and later)."""
+    return hasattr(dcp, "CheckpointableTensor")

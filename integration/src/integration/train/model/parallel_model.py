@@ -54,13 +54,15 @@ def parallel_model(setup: Setup, world: World) -> ParallelModel:
     compile_layers(layers, config.compile)
     if not (on_meta or deferred):
         model.to(system.device.current)
+        if setup.initial is not None:
+            setup.initial.load(model)
     model = system.parallelize(model, shape, world.size)
     if on_meta:
         if setup.initial is None:
             draw_weights(model, seed=config.seed, device=system.device.type)
         else:
             setup.initial.allocate(model, system.device.type)
-    if setup.initial is not None:
+    if setup.initial is not None and (on_meta or deferred):
         setup.initial.load(model)
     return ParallelModel(model, parameters)
 
