@@ -441,11 +441,7 @@ class PlannedParamGroup(FSDPParamGroup):
             device if on_meta else options.shard_device,
             pin_memory=options.pin_memory and not on_meta,
             strategy=options.strategy,
-            inner={
-                i: p.placement.inner
-                for i, p in enumerate(self.params)
-                if p.placement is not None and p.placement.inner is not None
-            },
+            inner=self._buffers.inner,
             name=self._buffers.names,
         )  # fmt: skip
 

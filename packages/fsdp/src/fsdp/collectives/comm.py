@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer import Axis, Collectives, DBuffer, Strategy, collectives_for, own_row
+from dbuffer import Axis, Collectives, DBuffer, Inner, Strategy, collectives_for, own_row
 from fsdp._compat import AllGather, ReduceScatter
 from fsdp.mesh import sharded_placements
 from fsdp.param import FSDPParam, param_names
@@ -207,8 +207,18 @@ class BufferSpec:
         """
         return DBuffer(
             layout or self.layout, self.mesh, sharded_placements(self.mesh), dtype, self.device,
-            full=True, strategy=self.collectives, name=self.names,
+            full=True, strategy=self.collectives, inner=self.inner if layout is None else None,
+            name=self.names,
         )  # fmt: skip
+
+    @property
+    def inner(self) -> Mapping[int | str, Inner]:
+        """Where parameters are placed on other axes too: they may be smaller than in the layout."""
+        return {
+            i: param.placement.inner
+            for i, param in enumerate(self.params)
+            if param.placement is not None and param.placement.inner is not None
+        }
 
     def names(self) -> str:
         """Returns the names of the parameters, at most four of them."""

@@ -134,6 +134,22 @@ def even_shape(
     return tuple(sizes)
 
 
+def largest_shape(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
+) -> tuple[int, ...]:
+    """Returns the largest size of each dim of the ranks' local tensors: those of the first rank.
+
+    All ranks compute the same result without a process group, so they can plan by it.
+
+    Args:
+        shape: of the global tensor, which the placements fit.
+        mesh_shape: size of each axis.
+        placements: one per axis, of torch or this package, none of them ragged.
+    """
+    first = (0,) * len(mesh_shape)  # `torch.chunk` makes the last chunks short
+    return local_shape_at(tuple(shape), tuple(mesh_shape), first, tuple(placements))
+
+
 def base_shape(
     shape: Sequence[int], mesh: DeviceMesh, placements: Placements, axis: int
 ) -> tuple[int, ...]:
