@@ -85,8 +85,10 @@ def _data_parallel(mesh):
 
 
 def _sharded(mesh, experts=3, **options):
+    """Two groups, of which the boundaries of shards are in the rows and in the experts."""
     model, data = _parallelized(mesh, experts), _data_parallel(mesh)
-    fully_shard(model.experts, mesh=data, **options)
+    fully_shard([model.tokens, model.head], mesh=data, **options)
+    fully_shard([model.middle, model.experts], mesh=data, **options)
     return fully_shard(model, mesh=data, **options)
 
 
@@ -481,7 +483,7 @@ def test_tiles_and_soap_are_refused_by_name():
             fully_shard(model, mesh=mesh["dp"], quantize_fn=lambda param: Tiles(rows=1, cols=4))
         fully_shard(model, mesh=mesh["dp"])
         model.weight.grad = model.weight.detach().clone()
-        with pytest.raises(ValueError, match="'weight' .* to have even shards"):
+        with pytest.raises(ValueError, match=r"'weight' .* to have even shards"):
             SOAP(model.named_parameters(), lr=1e-2).step()
 
     run_ranks(check, 2)
