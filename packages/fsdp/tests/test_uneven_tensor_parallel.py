@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 import fsdp
 from fsdp import DataParallelMeshDims, Rows, Tiles, Whole, clip_grad_norm_, fully_shard
 from fsdp.optim import SOAP, Adam8bit, Muon
+from fsdp.optim.adam8bit.state import local_moments
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard, strict
 from testkit import CommLog, run_ranks
 
@@ -430,6 +431,9 @@ def test_adam8bit_has_the_bits_of_each_rank_of_tensor_parallelism(granularity, t
             with CommLog() as log:
                 optimizer = step(params, [placed(one, on_all) for one in grads])
         assert bool(log.counts()) == (granularity is None)
+        for param in params.values():  # no more scales than blocks
+            moments = local_moments(optimizer.state[param], 8)
+            assert len(moments.first_scales) == -(-moments.first.numel() // 8)
         local_grads = [[one.to_local() for one in placed(of_step, on_tp)] for of_step in grads]
         step(dict(zip(PLACED, local, strict=True)), local_grads)
         found = placed([param.full_tensor() for param in params.values()], on_tp)

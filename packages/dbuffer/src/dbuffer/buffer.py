@@ -482,7 +482,7 @@ class DBuffer:
         """Returns this rank's parts of full tensors, with the shapes of `_parts`."""
         self._check(what)
         given = tensor_lookup.by_index(self.layout, self._tensors, tensors, what)
-        return tensor_lookup.pieces_of(self.layout, self._tensors, given, self._rank_of_local)
+        return tensor_lookup.pieces_of(self.layout, given, self._rank_of_local)
 
     def _ragged_shard(self, i: int) -> RaggedShard:
         """Returns the placement of a tensor on the shard axis where the buffer is sharded."""

@@ -83,18 +83,15 @@ def index_of(layout: Layout, key: int | str) -> int:
 
 
 def pieces_of(
-    layout: Layout,
-    local: Sequence[LocalTensor],
-    tensors: Mapping[int, torch.Tensor],
-    rank: int | None,
+    layout: Layout, tensors: Mapping[int, torch.Tensor], rank: int | None
 ) -> dict[int, torch.Tensor]:
     """Returns a rank's parts of full tensors, flat; the full tensors if `rank` is None."""
     if rank is None:
         return dict(tensors)
     pieces = {}
     for i, tensor in tensors.items():
-        part = local[i].part_of(layout.part(i, rank))
-        if part.size:
+        part = layout.part(i, rank)
+        if part.size:  # a tensor that is smaller than its place may have nothing of it
             pieces[i] = tensor.reshape(-1)[part.start : part.stop]
     return pieces
 
