@@ -74,16 +74,17 @@ def _beside_tp(mesh):
 
 
 @pytest.mark.parametrize(
-    ("axes", "shape", "make", "of_experts"),
+    ("axes", "shape", "make", "of_experts", "experts"),
     [
-        (("dp",), (2,), _all_are_experts_ranks, [Shard]),
-        (("rest", "ep"), (2, 2), _some_are_experts_ranks, [StridedRaggedShard, Shard]),
-        (("rest", "ep"), (2, 2), _replicated, [Replicate, Shard]),
-        (("dp", "tp"), (2, 2), _beside_tp, [Shard, Shard]),
+        (("dp",), (2,), _all_are_experts_ranks, [Shard], 4),
+        (("rest", "ep"), (2, 2), _some_are_experts_ranks, [StridedRaggedShard, Shard], 4),
+        (("rest", "ep"), (2, 2), _some_are_experts_ranks, [StridedRaggedShard, Shard], 3),
+        (("rest", "ep"), (2, 2), _replicated, [Replicate, Shard], 4),
+        (("dp", "tp"), (2, 2), _beside_tp, [Shard, Shard], 4),
     ],
-    ids=["EP of all", "EP of some", "EP of some, replicated", "EP beside TP"],
+    ids=["EP of all", "EP of some", "uneven EP", "EP of some, replicated", "EP beside TP"],
 )
-def test_fsdp_beside_experts_that_tokens_are_sent_to(axes, shape, make, of_experts):
+def test_fsdp_beside_experts_that_tokens_are_sent_to(axes, shape, make, of_experts, experts):
     """Losses of eight steps, and norms of gradients, of which AdamW hides a factor."""
 
     def trained(model):
@@ -95,14 +96,15 @@ def test_fsdp_beside_experts_that_tokens_are_sent_to(axes, shape, make, of_exper
 
     def check():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
-        model = parallelize(models.mixtral(attention_dropout=0.1), make(mesh), strict=True)
+        model = models.mixtral(attention_dropout=0.1, num_local_experts=experts)
+        parallelize(model, make(mesh), strict=True)
         layer = model.model.layers[0]
         placed = [type(one) for one in layer.mlp.experts.down_proj.placements]
         attention = layer.self_attn.q_proj.weight
         local_numel = sum(param.to_local().numel() for param in model.parameters())
         return trained(model), placed, attention.device_mesh.size(), local_numel
 
-    alone = models.mixtral(attention_dropout=0.1)
+    alone = models.mixtral(attention_dropout=0.1, num_local_experts=experts)
     full = sum(param.numel() for param in alone.parameters())
     losses, norms = trained(alone)
     ranks = len(shape) * 2
@@ -177,6 +179,28 @@ def test_fused_projections_train_as_one_device(name, shard, sp):
         losses = models.train(model, loss, steps=5)
         wanted = models.train(alone, loss, steps=5)
         assert losses == pytest.approx(wanted, abs=within)
+        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), other, rtol=1e-3, atol=2e-4)
+
+    run_ranks(check, 4, timeout=180)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_an_uneven_vocabulary_trains_as_on_one_device(name):
+    """GPT-2's 50,257 rows have no divisor of two; its output layer is tied to its embeddings."""
+    within = {"gpt2": r"transformer\.h\.\d+", "llama": r"model\.layers\.\d+"}[name]
+
+    def check():
+        make = {"gpt2": models.gpt2, "llama": models.llama}[name]
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model, alone = make(vocab_size=67), make(vocab_size=67)
+        plan = getattr(zoo, name)(mesh, tp="tp", dp="dp", loss_parallel=True)
+        parallelize(model, plan.fully_shard(within, "dp", "rows(2)").fully_shard("", "dp"))
+        head = model.lm_head.weight
+        assert isinstance(head.placements[0], StridedRaggedShard)
+        assert head.placements[1] == Shard(0)
+        losses = models.train(model, models.token_loss, steps=5)
+        assert losses == pytest.approx(models.train(alone, models.token_loss, steps=5), abs=1e-5)
         for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(mine.full_tensor(), other, rtol=1e-3, atol=2e-4)
 

@@ -116,6 +116,64 @@ def test_inner_axes_are_placed_beside_the_buffers():
         assert "local shape (3,)" in error
 
 
+def uneven_tensor_parallelism():
+    """Vocabularies and experts that tensor parallelism does not divide, and a single expert."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    torch.manual_seed(0)
+    given = {"rows": torch.randn(11, 6), "experts": torch.randn(3, 4, 2), "one": torch.randn(1, 8)}
+    given["qkv"] = torch.randn(9, 6)
+    how = {n: Shard(0) for n in given} | {"qkv": InterleavedShard(0, 3)}
+    inner = {n: Inner(mesh, (how[n],), tuple(t.shape)) for n, t in given.items()}
+    largest = {"rows": (6, 6), "experts": (2, 4, 2), "one": (1, 8), "qkv": (6, 6)}
+    blocks = {"rows": 6, "experts": 3, "one": 1, "qkv": 18}
+    specs = [TensorSpec(n, torch.Size(s).numel(), blocks[n], s) for n, s in largest.items()]
+    layout = plan_layout(specs, 2)
+    local = {
+        n: distribute_tensor(t, mesh["tp"], [how[n]], src_data_rank=None).to_local().contiguous()
+        for n, t in given.items()
+    }
+    buffer = DBuffer(layout, mesh["fsdp"], [S0], torch.float32, inner=inner, full=True)
+    buffer.local.fill_(float("nan"))
+    buffer.copy_from(local)
+    assert buffer.local.isfinite().all()  # what is behind a smaller tensor is zero, as padding
+    for n, tensor in given.items():
+        assert torch.equal(buffer.dtensor(n).full_tensor(), tensor), n
+    parts = [tensor.local for tensor in buffer.report().tensors]
+    assert parts == [buffer.shard(n).numel() for n in given]
+    buffer.all_gather_()
+    for n, tensor in given.items():
+        assert torch.equal(buffer.view(n), local[n]), n
+        assert torch.equal(buffer.dtensor(n).full_tensor(), tensor), n
+    rest = buffer.local.sum() - sum(one.sum() for one in local.values())
+    assert abs(rest) < 1e-4
+    buffer.set_placements([Partial()])
+    buffer.add_from(local)
+    buffer.reduce_scatter_()
+    for n, tensor in given.items():  # each of two ranks has added its own
+        torch.testing.assert_close(buffer.dtensor(n).full_tensor(), tensor * 4)
+    refused = {}
+    for n, other in {
+        "rows": Inner(mesh, (Shard(1),), (6, 11)),
+        "experts": Inner(mesh, (Shard(0),), (5, 4, 2)),
+    }.items():
+        try:
+            DBuffer(layout, mesh["fsdp"], [S0], torch.float32, inner=inner | {n: other})
+        except ValueError as error:
+            refused[n] = str(error)
+    try:
+        buffer.copy_from(local | {"rows": torch.ones(7, 6)})
+    except ValueError as error:
+        refused["copy"] = str(error)
+    return refused, local["rows"].shape
+
+
+def test_tensors_that_inner_axes_do_not_divide_are_padded_to_the_largest():
+    for refused, shape in run_ranks(uneven_tensor_parallelism, 4):
+        assert "pad dim 1 to a multiple of 2" in refused["rows"]
+        assert "with its local shape (3, 4, 2)" in refused["experts"]
+        assert f"of shape {tuple(shape)}, got (7, 6)" in refused["copy"]
+
+
 def saved(path):
     mesh = init_device_mesh("cpu", (4,))
     buffer = filled(mesh, [S0])

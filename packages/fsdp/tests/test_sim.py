@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp
 from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Rows, Tiles
@@ -191,6 +192,38 @@ def test_an_all_reduce_hook_runs_on_its_stream_between_the_reduction_and_the_gra
         return [torch.equal(*pair) for pair in zip(gradients("sim"), gradients("cpu"), strict=True)]
 
     assert run_sim_ranks(check, 2) == [[True] * 20] * 2
+
+
+def test_uneven_tensor_parallelism_has_the_bits_of_the_cpu():
+    """Seven rows are four and three, and a rank's shard of three is shorter than that of four."""
+
+    def check():
+        def trained(device):
+            mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp"))
+            torch.manual_seed(3)
+            model = torch.nn.Linear(8, 7).to(device)
+            for name, param in list(model.named_parameters()):
+                placed = distribute_tensor(param.detach(), mesh["tp"], [Shard(0)])
+                setattr(model, name, torch.nn.Parameter(placed))
+            fsdp.fully_shard(model, mesh=mesh["dp"], strategy="native")
+            optimizer, found = foreach(model), []
+            for step in range(3):
+                x = DTensor.from_local(
+                    batch(step, mesh.get_local_rank("dp")).to(device), mesh["tp"]
+                )
+                loss = model(x).square().sum()
+                loss.backward()
+                norm = fsdp.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                found += [loss.full_tensor().item(), norm.item()]
+            return found, [param.full_tensor().tolist() for param in model.parameters()]
+
+        return trained("sim"), trained("cpu")
+
+    for found, expected in run_sim_ranks(check, 4, timeout=120):
+        assert found == expected
+        assert found[0][0] != found[0][-2]
 
 
 @pytest.mark.parametrize("pinned", [True, False])

@@ -44,6 +44,38 @@ def test_one_whole_unit_has_one_owner(units):
         RaggedShard((), units)
 
 
+@pytest.mark.parametrize(("dims", "length"), [((0,), 0), ((0, 1), -1), ((), 1)])
+def test_units_have_a_positive_length_along_their_dims(dims, length):
+    with refused(
+        ValueError, f"unit_length= of at least 1 with dims that are sharded, or None, got {length}"
+    ):
+        RaggedShard(dims, (1, 0), length)
+
+
+def test_a_length_that_is_no_integer_is_refused():
+    with refused(TypeError, "integers for unit_length, got (2.0,)"):
+        RaggedShard((0,), (1, 1), 2.0)
+
+
+def test_a_shorter_base_has_the_first_units_of_the_longest():
+    """As of 7 rows on 2 ranks of tensor parallelism, 4 and 3, and of one expert and none."""
+    rows = RaggedShard((0,), (1, 0, 1), 2)
+    for length, expected in ((4, [(0, 2), (2, 2), (2, 4)]), (3, [(0, 2), (2, 2), (2, 3)]),
+                             (2, [(0, 2), (2, 2), (2, 2)]), (0, [(0, 0)] * 3)):  # fmt: skip
+        base = (length, 5)
+        rows.check(base, 3)
+        for rank, (start, stop) in enumerate(expected):
+            assert rows.interval(base, rank) == range(5 * start, 5 * stop)
+            assert rows.local_shape(base, rank) == (stop - start, 5)
+            assert rows.first_row(base, rank) == start
+    elements = RaggedShard((0, 1), (7, 5), 1)
+    assert [elements.local_shape((2, 4, 3), rank) for rank in range(2)] == [(7, 3), (1, 3)]
+    with refused(
+        ValueError, "expected units for all 5 elements of dims (0,) of shape (5, 5), got 2"
+    ):
+        rows.check((5, 5), 3)
+
+
 @pytest.mark.parametrize(
     ("dims", "units", "message"),
     [
@@ -221,6 +253,20 @@ def test_its_repr_makes_it_again():
     assert str(placement) == "Rg(0,1)(0,3,2)"
     source, names = placement.__fx_repr__()
     assert eval(source, dict(names)) == placement
+
+
+def test_the_length_of_units_is_part_of_a_placement():
+    placement = RaggedShard((0,), (2, 1), 3)
+    assert placement != RaggedShard((0,), (2, 1))
+    assert placement != RaggedShard((0,), (2, 1), 2)
+    assert pickle.loads(pickle.dumps(placement)) == placement
+    assert eval(repr(placement)) == placement
+    assert str(placement) == "Rg(0)(2,1)x3"
+    strided = StridedRaggedShard((0,), (2, 1), 2, 3)
+    assert pickle.loads(pickle.dumps(strided)) == strided != StridedRaggedShard((0,), (2, 1), 2)
+    assert eval(repr(strided)) == strided
+    assert str(strided) == "SRg(0)(2,1)x3/2"
+    assert strided.with_units((0, 1), (4, 2), 1) == StridedRaggedShard((0, 1), (4, 2), 2, 1)
 
 
 def test_other_units_of_the_same_kind():

@@ -19,6 +19,7 @@ LAYOUTS = {
     "interleaved unevenly": ((3,), [InterleavedShard(1, 2)]),
     "hybrid": ((2, 2), [R, RaggedShard((0,), (1, 3))]),
     "strided": ((2, 2), [StridedRaggedShard((0,), (1, 5), 2), Shard(0)]),
+    "over uneven rows": ((2, 5), [StridedRaggedShard((0, 1), (10, 14), 5, 1), Shard(0)]),
     "over columns": ((2, 2), [RaggedShard((0, 1), (1, 2)), Shard(1)]),
     "over interleaved": ((2, 2), [RaggedShard((0,), (1, 2)), InterleavedShard(0, 3)]),
 }

@@ -13,9 +13,10 @@ from torch.distributed.tensor.placement_types import Placement
 from dbuffer.memory import BufferMemory, ResizableMemory
 from dbuffer.placements import (
     Inner,
+    LocalTensor,
     Placements,
     axis_index,
-    check_inner,
+    checked_inner,
     checked_placements,
     is_sharded,
 )
@@ -38,6 +39,7 @@ class Checked:
     shard_axis: int
     device: torch.device
     inner: Mapping[int, Inner]
+    tensors: tuple[LocalTensor, ...]
 
 
 def checked(
@@ -70,9 +72,11 @@ def checked(
             f"world_size={mesh.size(axis)}, or give shard_axis="
         )
     found = {index_of(layout, key): other for key, other in (inner or {}).items()}
+    tensors = [LocalTensor(tensor_shape(layout, i)) for i in range(len(layout.specs))]
     for i, other in found.items():
-        check_inner(other, mesh, tensor_shape(layout, i), f"tensor {i} ({layout.specs[i].name!r})")
-    return Checked(placements, axis, _device(device, mesh), found)
+        what = f"tensor {i} ({layout.specs[i].name!r})"
+        tensors[i] = checked_inner(other, mesh, tensors[i].shape, what)
+    return Checked(placements, axis, _device(device, mesh), found, tuple(tensors))
 
 
 def checked_memory(

@@ -45,6 +45,7 @@ from dbuffer.placements import (
 )
 from dbuffer.report import BufferReport, tensor_reports
 from dbuffer.tensor_lookup import Tensors, index_of, padding_of
+from ragged_shard import RaggedShard
 from ragged_shard.planner import Layout
 
 __all__ = ["DBuffer"]
@@ -105,6 +106,7 @@ class DBuffer:
         given = checked(layout, mesh, placements, dtype, device, shard_axis, inner)
         self.layout, self.mesh, self.dtype = layout, mesh, dtype
         self.device, self.shard_axis, self.inner = given.device, given.shard_axis, given.inner
+        self._tensors = given.tensors  # this rank's, whole along the buffer's axes
         self._placements = self._initial = given.placements
         self._axes = [axis_of(mesh, axis) for axis in range(mesh.ndim)]
         self._collectives = [collectives_for(strategy, axis, self.device) for axis in self._axes]
@@ -124,7 +126,7 @@ class DBuffer:
         self._views: dict[int, torch.Tensor] = {}
         self._shards: dict[int, torch.Tensor] = {}
         self._dtensors: dict[tuple[int, Placements], DTensor] = {}
-        zeros = padding_of(layout, self._flat, None if self.full else self.rank)
+        zeros = padding_of(layout, self._tensors, self._flat, None if self.full else self.rank)
         if zeros:
             torch._foreach_zero_(zeros)
 
@@ -199,8 +201,7 @@ class DBuffer:
         self._check_allocated("view")
         self._check_full("view")
         if i not in self._views:
-            shape = views.tensor_shape(self.layout, i)
-            start = self.layout.starts[i]
+            start, shape = self.layout.starts[i], self._tensors[i].shape
             self._views[i] = views.tensor_in(self.memory.bytes, self.dtype, start, shape)
         return self._views[i]
 
@@ -219,7 +220,7 @@ class DBuffer:
         i = index_of(self.layout, i)
         self._check_allocated("shard")
         if i not in self._shards:
-            shape = views.local_shape(self.layout, i, self.rank)
+            shape = self._ragged_shard(i).local_shape(self._tensors[i].shape, self.rank)
             first = self.layout.starts[i] + self.layout.part(i, self.rank).start
             begin = 0 if self.full else self.rank * self.layout.shard_size
             start = first - begin if self.layout.part(i, self.rank).size else 0
@@ -246,9 +247,8 @@ class DBuffer:
         if key not in self._dtensors:
             local = self.shard(i) if self.sharded else self.view(i)
             inner = self.inner.get(i)
-            shape = views.tensor_shape(self.layout, i) if inner is None else inner.shape
-            ragged = views.ragged_shard(self.layout, i)
-            placed = of_tensor(ragged, self.mesh, self._placements, inner)
+            shape = self._tensors[i].shape if inner is None else inner.shape
+            placed = of_tensor(self._ragged_shard(i), self.mesh, self._placements, inner)
             mesh = self.mesh if inner is None else inner.mesh
             self._dtensors[key] = _compat.dtensor(
                 local, mesh, placed, shape, views.contiguous_stride(shape)
@@ -437,8 +437,8 @@ class DBuffer:
         """Fills what this rank has from whole tensors, in one pass; those that are missing are 0.
 
         Args:
-            tensors: of the shapes of the layout, any dtype: all in its order, with None for those
-                that are missing, or some by place or name.
+            tensors: of the shapes of `view`, any dtype: all in the layout's order, with None for
+                those that are missing, or some by place or name.
             scale: multiplies them, after the cast.
 
         Raises:
@@ -446,7 +446,8 @@ class DBuffer:
         """
         given = self._pieces("copy_from", tensors)
         missing = [part for i, part in self._parts().items() if i not in given]
-        zeros = [*missing, *tensor_lookup.padding_of(self.layout, self._local, self._rank_of_local)]
+        local, rank = self._local, self._rank_of_local
+        zeros = [*missing, *padding_of(self.layout, self._tensors, local, rank)]
         if zeros:
             torch._foreach_zero_(zeros)
         self._each(torch._foreach_copy_, given)
@@ -468,7 +469,7 @@ class DBuffer:
         """Its tensors, their place and bytes; as a table with `str`, as a picture with `svg`."""
         return BufferReport(
             self.layout,
-            tensor_reports(self.layout, self.rank, self.dtype),
+            tensor_reports(self.layout, self._tensors, self.rank, self.dtype),
             self.rank,
             self.dtype,
             self.device,
@@ -480,8 +481,12 @@ class DBuffer:
     def _pieces(self, what: str, tensors: Tensors) -> dict[int, torch.Tensor]:
         """Returns this rank's parts of full tensors, with the shapes of `_parts`."""
         self._check(what)
-        given = tensor_lookup.by_index(self.layout, tensors, what)
+        given = tensor_lookup.by_index(self.layout, self._tensors, tensors, what)
         return tensor_lookup.pieces_of(self.layout, given, self._rank_of_local)
+
+    def _ragged_shard(self, i: int) -> RaggedShard:
+        """Returns the placement of a tensor on the shard axis where the buffer is sharded."""
+        return views.ragged_shard(self.layout, i, bases_differ=self._tensors[i].bases_differ)
 
     def _parts(self) -> dict[int, torch.Tensor]:
         """Returns this rank's part of each tensor."""

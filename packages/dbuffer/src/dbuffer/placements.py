@@ -12,9 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_shard import RaggedShard, StridedRaggedShard, dim_of, even_shape
+from ragged_shard import (
+    RaggedShard,
+    StridedRaggedShard,
+    dim_of,
+    even_shape,
+    largest_shape,
+    local_shape,
+)
+from ragged_shard.planner import Interval
 
-__all__ = ["Inner", "Placements", "axis_index", "checked_placements", "is_sharded", "of_tensor"]
+__all__ = [
+    "Inner", "LocalTensor", "Placements", "axis_index", "checked_inner", "checked_placements",
+    "is_sharded", "of_tensor",
+]  # fmt: skip
 
 Placements = tuple[Placement, ...]
 
@@ -23,7 +34,10 @@ Placements = tuple[Placement, ...]
 class Inner:
     """The placement of a buffer's tensor on axes that are not the buffer's, such as TP's and EP's.
 
-    The layout is then of the local tensor of these axes, which the buffer shards further.
+    The layout is then of the local tensor of these axes, which the buffer shards further. Where the
+    axes divide dim 0 unevenly, as a vocabulary or experts, it is of the largest local tensor, so
+    that all ranks have the same layout: a smaller one is the begin of its place in the buffer, and
+    the rest is padding.
 
     Attributes:
         mesh: of named axes, the buffer's among them.
@@ -119,12 +133,32 @@ def of_tensor(
         after = zip(inner.mesh.shape[axis + 1 :], result[axis + 1 :], strict=True)
         pieces = math.prod(size for size, other in after if dim_of(other) == 0)
         if pieces > 1:
-            result[axis] = StridedRaggedShard(ragged.dims, ragged.local_units, pieces)
+            result[axis] = StridedRaggedShard(
+                ragged.dims, ragged.local_units, pieces, ragged.unit_length
+            )
     return tuple(result)
 
 
-def check_inner(inner: Inner, mesh: DeviceMesh, shape: tuple[int, ...], what: str) -> None:
-    """Raises where a tensor's other axes do not go with a buffer.
+@dataclass(frozen=True)
+class LocalTensor:
+    """This rank's local tensor of a buffer's tensor, unsharded on the buffer's axes.
+
+    Attributes:
+        shape: of it; of the layout's shape, or shorter.
+        bases_differ: whether other axes divide dim 0 unevenly; see `Inner`.
+    """
+
+    shape: tuple[int, ...]
+    bases_differ: bool = False
+
+    def part_of(self, part: Interval) -> Interval:
+        """Returns what a part of the layout's tensor has of this one."""
+        numel = math.prod(self.shape)
+        return Interval(min(part.start, numel), min(part.stop, numel))
+
+
+def checked_inner(inner: Inner, mesh: DeviceMesh, shape: tuple[int, ...], what: str) -> LocalTensor:
+    """Returns the local tensor of a tensor's other axes, which have to go with a buffer.
 
     Args:
         inner: of the tensor.
@@ -133,8 +167,9 @@ def check_inner(inner: Inner, mesh: DeviceMesh, shape: tuple[int, ...], what: st
         what: names the tensor.
 
     Raises:
-        ValueError: axes without names, or not the buffer's among them; too few placements; ranks
-            that would have unequal shards; a layout for another local shape. All ranks agree.
+        ValueError: axes without names, or not the buffer's among them; too few placements; a dim
+            other than the first is divided unevenly; a layout for another local shape. All ranks
+            agree.
     """
     names, own = inner.mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
     if not own or not set(own) <= set(names):
@@ -150,6 +185,8 @@ def check_inner(inner: Inner, mesh: DeviceMesh, shape: tuple[int, ...], what: st
         )
     local = inner.shape
     for axis, placement in zip(others, inner.placements, strict=True):
+        if dim_of(placement) == 0:
+            continue
         size = inner.mesh.size(axis)
         left = even_shape(local, (size,), (placement,))
         if left is None:
@@ -160,8 +197,15 @@ def check_inner(inner: Inner, mesh: DeviceMesh, shape: tuple[int, ...], what: st
                 f"multiple of {wanted}"
             )
         local = left
-    if local != shape:
+    sizes = [inner.mesh.size(axis) for axis in others]
+    largest = largest_shape(inner.shape, sizes, inner.placements)
+    if largest != shape:
         raise ValueError(
-            f"DBuffer: expected a layout of {what} with its local shape {local} under "
+            f"DBuffer: expected a layout of {what} with its local shape {largest} under "
             f"{inner.placements} of {inner.shape}, got {shape}; plan the layout with local shapes"
         )
+    if even_shape(inner.shape, sizes, inner.placements) is not None:
+        return LocalTensor(shape)
+    given = iter(inner.placements)
+    placements = tuple(next(given) if axis in others else Replicate() for axis in range(len(names)))
+    return LocalTensor(local_shape(inner.shape, inner.mesh, placements), bases_differ=True)

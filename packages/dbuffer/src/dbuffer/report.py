@@ -8,8 +8,7 @@ from html import escape
 
 import torch
 
-from dbuffer.placements import Placements
-from dbuffer.views import tensor_shape
+from dbuffer.placements import LocalTensor, Placements
 from ragged_shard.planner import Layout
 from ragged_shard.planner.command_line.plot import COLOURS, RANKS_SHOWN
 
@@ -22,7 +21,7 @@ class TensorReport:
 
     Attributes:
         name: of its spec.
-        shape: as the layout has it.
+        shape: of this rank's local tensor on the other axes of its mesh; else the layout's.
         start: its first element's place in the whole buffer.
         ranks: of the shard axis, that hold a part of it.
         local: elements that this rank's shard has of it.
@@ -93,18 +92,20 @@ class BufferReport:
         return draw(self.layout, self.rank, str(self.dtype).removeprefix("torch."))
 
 
-def tensor_reports(layout: Layout, rank: int, dtype: torch.dtype) -> tuple[TensorReport, ...]:
+def tensor_reports(
+    layout: Layout, local: Sequence[LocalTensor], rank: int, dtype: torch.dtype
+) -> tuple[TensorReport, ...]:
     """Returns the tensors of a layout with their parts on a rank of the shard axis."""
     return tuple(
         TensorReport(
             spec.name,
-            tensor_shape(layout, i),
+            tensor.shape,
             layout.starts[i],
             layout.owners(i),
-            layout.part(i, rank).size,
+            tensor.part_of(layout.part(i, rank)).size,
             _power_of_two_in(layout.starts[i] * dtype.itemsize),
         )
-        for i, spec in enumerate(layout.specs)
+        for i, (spec, tensor) in enumerate(zip(layout.specs, local, strict=True))
     )
 
 

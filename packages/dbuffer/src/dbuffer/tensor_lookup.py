@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import SupportsIndex, TypeAlias
@@ -9,8 +10,8 @@ from typing import SupportsIndex, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor
 
-from dbuffer.views import tensor_shape
-from ragged_shard.planner import Layout
+from dbuffer.placements import LocalTensor
+from ragged_shard.planner import Interval, Layout
 
 __all__ = ["Tensors", "by_index", "padding_of", "pieces_of"]
 
@@ -18,8 +19,16 @@ __all__ = ["Tensors", "by_index", "padding_of", "pieces_of"]
 Tensors: TypeAlias = Sequence[torch.Tensor | None] | Mapping[int | str, torch.Tensor]
 
 
-def by_index(layout: Layout, tensors: Tensors, what: str) -> dict[int, torch.Tensor]:
+def by_index(
+    layout: Layout, local: Sequence[LocalTensor], tensors: Tensors, what: str
+) -> dict[int, torch.Tensor]:
     """Returns the tensors by their index in the layout, without missing ones.
+
+    Args:
+        layout: of the tensors.
+        local: their shapes on this rank.
+        tensors: as of `DBuffer.copy_from`.
+        what: names the method.
 
     Raises:
         ValueError: too few or too many, an unknown place or name, another shape.
@@ -40,10 +49,10 @@ def by_index(layout: Layout, tensors: Tensors, what: str) -> dict[int, torch.Ten
                 f"DBuffer.{what}: expected the local tensor of tensor {i} "
                 f"({layout.specs[i].name!r}), got a DTensor; call its to_local()"
             )
-        if tuple(tensor.shape) != tensor_shape(layout, i):
+        if tuple(tensor.shape) != local[i].shape:
             raise ValueError(
                 f"DBuffer.{what}: expected tensor {i} ({layout.specs[i].name!r}) of shape "
-                f"{tensor_shape(layout, i)}, got {tuple(tensor.shape)}"
+                f"{local[i].shape}, got {tuple(tensor.shape)}"
             )
     return found
 
@@ -82,16 +91,30 @@ def pieces_of(
     pieces = {}
     for i, tensor in tensors.items():
         part = layout.part(i, rank)
-        if part.size:
+        if part.size:  # a tensor that is smaller than its place may have nothing of it
             pieces[i] = tensor.reshape(-1)[part.start : part.stop]
     return pieces
 
 
-def padding_of(layout: Layout, region: torch.Tensor, rank: int | None) -> list[torch.Tensor]:
-    """Returns the ranges of the buffer, or of a rank's shard, that belong to no tensor."""
+def padding_of(
+    layout: Layout, local: Sequence[LocalTensor], region: torch.Tensor, rank: int | None
+) -> list[torch.Tensor]:
+    """Returns the ranges of the buffer, or of a rank's shard, that belong to no tensor.
+
+    Args:
+        layout: of the tensors.
+        local: their shapes on this rank, which may be smaller than their places.
+        region: the buffer, or the shard of `rank`.
+        rank: None for the buffer.
+    """
+    rests = (
+        Interval(start + math.prod(tensor.shape), start + spec.numel)
+        for spec, start, tensor in zip(layout.specs, layout.starts, local, strict=True)
+        if tensor.bases_differ
+    )
     begin = 0 if rank is None else rank * layout.shard_size
     clipped = (
         (max(gap.start - begin, 0), min(gap.stop - begin, region.numel()))
-        for gap in layout.padding_intervals()
+        for gap in (*layout.padding_intervals(), *rests)
     )
     return [region[start:stop] for start, stop in clipped if start < stop]

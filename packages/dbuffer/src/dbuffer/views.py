@@ -11,7 +11,7 @@ import torch
 from ragged_shard import RaggedShard
 from ragged_shard.planner import Layout
 
-__all__ = ["contiguous_stride", "local_shape", "ragged_shard", "tensor_in", "tensor_shape"]
+__all__ = ["contiguous_stride", "ragged_shard", "tensor_in", "tensor_shape"]
 
 
 def tensor_in(
@@ -46,11 +46,16 @@ def tensor_shape(layout: Layout, i: int) -> tuple[int, ...]:
     return (spec.numel,) if spec.shape is None else spec.shape
 
 
-def ragged_shard(layout: Layout, i: int) -> RaggedShard:
+def ragged_shard(layout: Layout, i: int, *, bases_differ: bool = False) -> RaggedShard:
     """Returns the placement whose shards are those of tensor `i` in the layout.
 
     As few leading dims are cut as the tensor's units allow: rows where the units are rows, and
     none where one rank owns it. An empty tensor is rank 0's.
+
+    Args:
+        layout: of the tensors.
+        i: place of the tensor.
+        bases_differ: whether the layout's shape is the largest of several; see `Inner`.
     """
     if layout.specs[i].numel == 0:
         return RaggedShard.owned_by(0, layout.world_size)
@@ -58,14 +63,10 @@ def ragged_shard(layout: Layout, i: int) -> RaggedShard:
     while unit % math.prod(shape[cut:]):
         cut += 1
     # Made again each time, which registers it: ragged_shard.uninstall() unregisters placements.
-    return RaggedShard(range(cut), _units(layout, i))
+    unit_length = unit // math.prod(shape[cut:]) if bases_differ and cut else None
+    return RaggedShard(range(cut), _units(layout, i), unit_length)
 
 
 @lru_cache(maxsize=4096)  # it counts the units of all ranks; layers often have equal layouts
 def _units(layout: Layout, i: int) -> tuple[int, ...]:
     return tuple(layout.units(i))
-
-
-def local_shape(layout: Layout, i: int, rank: int) -> tuple[int, ...]:
-    """Returns the shape of a rank's part of tensor `i`."""
-    return ragged_shard(layout, i).local_shape(tensor_shape(layout, i), rank)

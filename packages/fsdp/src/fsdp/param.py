@@ -151,7 +151,7 @@ class FSDPParam:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's part of the unsharded parameter."""
+        """The shape of this rank's part of the unsharded parameter; the largest of all ranks."""
         return tuple(self.orig_param.shape) if self.placement is None else self.placement.shape
 
     def local_tensor(self) -> torch.Tensor:

@@ -529,11 +529,7 @@ class PlannedParamGroup(FSDPParamGroup):
             memory=memory,
             pin_memory=options.pin_memory and not on_meta,
             strategy=self.collectives if full else options.strategy,
-            inner={
-                i: p.placement.inner
-                for i, p in enumerate(self.params)
-                if p.placement is not None and p.placement.inner is not None
-            },
+            inner=self._buffers.inner,
             name=self._buffers.names,
         )  # fmt: skip
         if self._replicas is not None and memory is None:

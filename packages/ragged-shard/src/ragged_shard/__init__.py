@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         reset_fallbacks,
         strict,
     )
-    from ragged_shard.geometry.specs import dim_of, even_shape, local_shape
+    from ragged_shard.geometry.specs import dim_of, even_shape, largest_shape, local_shape
     from ragged_shard.interleaved import InterleavedShard
     from ragged_shard.patches import install, is_installed, uninstall
     from ragged_shard.ragged import RaggedShard
@@ -41,6 +41,7 @@ __all__ = [
     "from_checkpointable",
     "install",
     "is_installed",
+    "largest_shape",
     "local_shape",
     "reset_fallbacks",
     "strict",
@@ -61,6 +62,7 @@ _MODULES = {
     "from_checkpointable": "dtensor.checkpointable",
     "install": "patches",
     "is_installed": "patches",
+    "largest_shape": "geometry.specs",
     "local_shape": "geometry.specs",
     "reset_fallbacks": "fallback",
     "strict": "fallback",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 
-from ragged_shard.ragged import RaggedShard, _short
+from ragged_shard.ragged import RaggedShard
 
 
 class StridedRaggedShard(RaggedShard):
@@ -23,6 +23,7 @@ class StridedRaggedShard(RaggedShard):
         dims: as of `RaggedShard`.
         local_units: as of `RaggedShard`, of the local tensor of the inner axes.
         split_factor: the number of shards of dim 0 on the inner axes: the product of their sizes.
+        unit_length: as of `RaggedShard`, where the inner axes divide dim 0 unevenly.
 
     Raises:
         TypeError: as `RaggedShard`.
@@ -31,7 +32,13 @@ class StridedRaggedShard(RaggedShard):
 
     split_factor: int
 
-    def __init__(self, dims: Iterable[int], local_units: Iterable[int], split_factor: int) -> None:
+    def __init__(
+        self,
+        dims: Iterable[int],
+        local_units: Iterable[int],
+        split_factor: int,
+        unit_length: int | None = None,
+    ) -> None:
         try:
             split_factor = operator.index(split_factor)
         except TypeError:
@@ -41,20 +48,22 @@ class StridedRaggedShard(RaggedShard):
         if split_factor < 1:
             raise ValueError(f"StridedRaggedShard: expected split_factor >= 1, got {split_factor}")
         self.split_factor = split_factor
-        super().__init__(dims, local_units)
+        super().__init__(dims, local_units, unit_length)
 
-    def with_units(self, dims: Iterable[int], local_units: Iterable[int]) -> StridedRaggedShard:
+    def with_units(
+        self, dims: Iterable[int], local_units: Iterable[int], unit_length: int | None = None
+    ) -> StridedRaggedShard:
         """Returns a placement of the same class with other dims and units."""
-        return StridedRaggedShard(dims, local_units, self.split_factor)
+        return StridedRaggedShard(dims, local_units, self.split_factor, unit_length)
 
     def _fields(self) -> tuple[object, ...]:
-        return (self.dims, self.local_units, self.split_factor)
+        return (self.dims, self.local_units, self.split_factor, self.unit_length)
 
     def __repr__(self) -> str:
         return (
             f"StridedRaggedShard(dims={self.dims}, local_units={self.local_units}, "
-            f"split_factor={self.split_factor})"
+            f"split_factor={self.split_factor}{self._length})"
         )
 
     def __str__(self) -> str:
-        return f"SRg{_short(self.dims)}{_short(self.local_units)}/{self.split_factor}"
+        return f"S{super().__str__()}/{self.split_factor}"

@@ -376,5 +376,23 @@ def norms_of_a_list():
             torch.testing.assert_close(norm.full_tensor(), value.norm())
 
 
+def norms_of_uneven_chunks():
+    """Ranks have rows of unequal chunks, or one has none, which no norm of torch's accepts."""
+    mesh = init_device_mesh("cpu", (2,))
+    for rows, gathers in ((6, False), (2, True)):
+        value = torch.arange(4.0 * rows).reshape(rows, 4)
+        placed = distribute_tensor(value, mesh, [InterleavedShard(0, 2)])
+        assert placed.to_local().shape[0] == ((4, 2) if rows == 6 else (2, 0))[mesh.get_rank()]
+        with CommLog() as log, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=ragged_shard.RaggedShardFallbackWarning)
+            [norm] = torch._foreach_norm([placed], float("inf"))
+        assert bool(log.calls) == gathers
+        torch.testing.assert_close(norm.full_tensor(), value.max())
+
+
+def test_norms_of_a_list_of_uneven_chunks():
+    run_ranks(norms_of_uneven_chunks, 2)
+
+
 def test_norms_of_a_list_that_is_interleaved_in_part_gather_nothing():
     run_ranks(norms_of_a_list, 4)

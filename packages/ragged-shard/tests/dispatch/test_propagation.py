@@ -42,3 +42,31 @@ def beside_tensor_parallelism():
 
 def test_operators_beside_tensor_parallelism():
     run_ranks(beside_tensor_parallelism, 4)
+
+
+def beside_uneven_tensor_parallelism():
+    """Seven rows are four and three, of which the ragged axis shards the first and the last."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    given, weight = operand()[:7], operand()[:8, :3].contiguous()
+    placements = (StridedRaggedShard(ROWS, (3, 1), 2, 1), Shard(0))
+    ragged = distribute_tensor(given, mesh, placements)
+    replicated = [distribute_tensor(one, mesh, [R, R]) for one in (given, given[0], weight)]
+    with CommLog() as log, ragged_shard.strict():
+        results = {
+            "sum": (ragged * 2 + ragged, given * 3),
+            "row": (ragged * replicated[1], given * given[0]),
+            "list": (torch._foreach_add([ragged], 1.0)[0], given + 1.0),
+            "zeros": (torch.zeros_like(ragged), torch.zeros_like(given)),
+            "over columns": (ragged.sum(1, keepdim=True), given.sum(1, keepdim=True)),
+            "in place": (ragged.clone().mul_(ragged), given * given),
+            "product": (ragged @ replicated[2], given @ weight),
+            "a replicated tensor": (replicated[0] + ragged, given * 2),
+        }
+    log.assert_counts({})
+    for name, (found, expected) in results.items():
+        assert found.placements == placements, name
+        assert_bitwise(found.full_tensor(), expected, name)
+
+
+def test_operators_beside_uneven_tensor_parallelism():
+    run_ranks(beside_uneven_tensor_parallelism, 4)

@@ -2,15 +2,16 @@
 
 import math
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import ragged_shard
-from ragged_shard import RaggedShard
+from ragged_shard import RaggedShard, StridedRaggedShard
 from testkit import CommLog, assert_close, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -77,6 +78,29 @@ def reductions(name):
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reductions_leave_a_partial_on_every_shard_empty_ones_too(name):
     run_ranks(reductions, 2, name)
+
+
+def reductions_where_bases_differ(name):
+    """The ranks of an axis have 4 and 3 rows, or 1 and none; a mean is of rows, and gathered."""
+    function, gathers = REDUCTIONS[name], name == "mean"
+    mesh = init_device_mesh("cpu", (2, 2))
+    for rows, ragged in (
+        (7, (ROWS, (3, 1), 2, 1)), (7, (ROWS, (0, 1), 2, 4)), (7, (ELEMENTS, (3, 29), 2, 1)),
+        (1, (ROWS, (1, 0), 2, 1)), (1, (ELEMENTS, (1, 3), 2, 2)),
+    ):  # fmt: skip
+        placements = [StridedRaggedShard(*ragged), Shard(0)]
+        tensor, expected = operand()[:rows], function(operand()[:rows])
+        placed = distribute_tensor(tensor, mesh, placements)
+        with nullcontext() if gathers else ragged_shard.strict(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=ragged_shard.RaggedShardFallbackWarning)
+            result = function(placed)
+        assert_close(full(result), expected, rtol=1e-5, atol=1e-5, what=f"{rows} {placements}")
+
+
+# torch does not flatten a dim that is sharded unevenly, as the dot product has to.
+@pytest.mark.parametrize("name", [name for name in REDUCTIONS if name != "dot"])
+def test_reductions_where_another_axis_shards_unevenly(name):
+    run_ranks(reductions_where_bases_differ, 4, name)
 
 
 ALONG_A_DIM = {

@@ -62,6 +62,20 @@ def test_views_reinterpret_the_same_storage():
     run_ranks(views, 2)
 
 
+def views_where_units_are_of_a_longer_base():
+    """Their number does not say how long they are in other dims, so the tensor is gathered."""
+    mesh = init_device_mesh("cpu", (2,))
+    ragged = distribute_tensor(operand(), mesh, [RaggedShard(ROWS, (2, 1), 5)])
+    assert ragged.to_local().shape == ((10, 8), (2, 8))[mesh.get_rank()]
+    with pytest.warns(ragged_shard.RaggedShardFallbackWarning, match="aten.view"):
+        viewed = ragged.view(24, 4)
+    assert_bitwise(viewed.full_tensor(), operand().view(24, 4), "view")
+
+
+def test_views_where_units_are_of_a_longer_base_gather():
+    run_ranks(views_where_units_are_of_a_longer_base, 2)
+
+
 def squeezed_and_expanded():
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(operand(), mesh, [PLACEMENTS[0]])

@@ -28,6 +28,7 @@ BOXES = {
     "beside sums": ((3, 2), [ROWS, Partial()]),
     "within columns": ((3, 2), [ROWS, Shard(1)]),
     "within uneven rows": ((3, 2), [StridedRaggedShard((0,), (3, 2, 1), 2), Shard(0)]),
+    "rows of uneven rows": ((2, 5), [StridedRaggedShard((0,), (1, 2), 5, 1), Shard(0)]),
     "over interleaves of one": ((3, 2), [ROWS, InterleavedShard(1, 1)]),
     "an owner of columns": ((2, 2), [RaggedShard.owned_by(0, 2), Shard(1)]),
 }

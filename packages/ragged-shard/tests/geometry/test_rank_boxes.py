@@ -30,8 +30,10 @@ def stored(numbers, placements, mesh_shape, coordinate):
             numbers = chunked(numbers, placement.dim, size, index)
     for placement, index in zip(placements, coordinate, strict=True):
         if isinstance(placement, RaggedShard):
-            unit = numbers.numel() // sum(placement.local_units)
-            numbers = numbers.flatten().split([unit * n for n in placement.local_units])[index]
+            unit = placement.unit_length or numbers.numel() // sum(placement.local_units)
+            start = unit * sum(placement.local_units[:index])
+            stop = start + unit * placement.local_units[index]
+            numbers = numbers.flatten()[start:stop]
     return numbers.flatten().tolist()
 
 
@@ -78,17 +80,18 @@ def cases(draw):
 
 @st.composite
 def ragged(draw, shape, mesh_shape, placements, axis):
-    """Units that divide the base of an axis at every coordinate."""
+    """Units that divide the base of an axis at every coordinate, or the longest base."""
     below = [*placements[:axis], R, *placements[axis + 1 :]]
     numbers = torch.arange(math.prod(shape)).reshape(shape)
     coordinates = itertools.product(*map(range, mesh_shape))
     sizes = [len(stored(numbers, below, mesh_shape, coordinate)) for coordinate in coordinates]
-    common = math.gcd(*sizes) or 4
+    of_longest = draw(st.booleans()) and max(sizes) > 0
+    common = max(sizes) if of_longest else math.gcd(*sizes) or 4
     total = draw(st.sampled_from([n for n in range(1, common + 1) if common % n == 0]))
     count = mesh_shape[axis] - 1
     cuts = sorted(draw(st.lists(st.integers(0, total), min_size=count, max_size=count)))
     units = [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
-    return RaggedShard(range(len(shape)), units)
+    return RaggedShard(range(len(shape)), units, max(sizes) // total if of_longest else None)
 
 
 @given(cases())

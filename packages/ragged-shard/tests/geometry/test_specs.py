@@ -15,6 +15,7 @@ from ragged_shard.geometry.specs import (
     dim_of,
     even_shape,
     is_custom,
+    largest_shape,
     ragged_axis,
     replace_axis,
     tensor_meta_of,
@@ -42,11 +43,14 @@ def local(numbers, placements, mesh_shape, coordinate):
             numbers = chunked(numbers, placement.dim, size, index)
     for placement, index in zip(placements, coordinate, strict=True):
         if isinstance(placement, RaggedShard):
-            unit = numbers.numel() // sum(placement.local_units)
-            parts = numbers.flatten().split([unit * count for count in placement.local_units])
             rest = numbers.shape[len(placement.dims) :]
+            unit = numbers.numel() // sum(placement.local_units)
+            if placement.unit_length is not None:
+                unit = placement.unit_length * rest.numel()
+            start = unit * sum(placement.local_units[:index])
+            stop = start + unit * placement.local_units[index]
             if placement.dims:
-                numbers = parts[index].reshape(-1, *rest)
+                numbers = numbers.flatten()[start:stop].reshape(-1, *rest)
             else:
                 nothing = numbers.new_empty(0, *numbers.shape[1:])
                 numbers = numbers if placement.owner == index else nothing
@@ -74,6 +78,10 @@ CASES = [
     ]
 ] + [
     ((7, 5), (3,), (S0,)),
+    ((7, 5), (2, 2), (StridedRaggedShard((0,), (3, 1), 2, 1), S0)),
+    ((7, 5), (2, 2), (S0, RaggedShard((0, 1), (1, 9), 2))),
+    ((3, 2, 2), (2, 4), (StridedRaggedShard((0, 1, 2), (3, 1), 4, 1), S0)),
+    ((10, 3), (2, 3), (StridedRaggedShard((0,), (1, 1), 3, 2), InterleavedShard(0, 2))),
     ((7, 5), (4, 2), (S0, InterleavedShard(1, 5))),
     ((10, 4), (2, 3), (StridedRaggedShard((1, 0)[::-1], (1, 3), 3), S0)),
     ((4, 3, 5), (2, 2), (RaggedShard((0, 1), (1, 5)), Shard(2))),
@@ -113,6 +121,20 @@ def test_the_even_shape_is_every_ranks_or_none(case):
         with fake_mesh(mesh_shape, rank=rank) as mesh:
             found.add(local_shape(shape, mesh, placements))
     assert even_shape(shape, mesh_shape, placements) == (found.pop() if len(found) == 1 else None)
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_the_largest_shape_is_that_of_all_ranks(case):
+    shape, mesh_shape, placements = case
+    if ragged_axis(placements) is not None:
+        with pytest.raises(ValueError, match="largest_shape: expected placements that are not"):
+            largest_shape(shape, mesh_shape, placements)
+        return
+    found = []
+    for rank in range(torch.Size(mesh_shape).numel()):
+        with fake_mesh(mesh_shape, rank=rank) as mesh:
+            found.append(local_shape(shape, mesh, placements))
+    assert largest_shape(shape, mesh_shape, placements) == tuple(map(max, zip(*found, strict=True)))
 
 
 def test_chunks_that_are_uneven_make_no_even_shape():

@@ -137,6 +137,34 @@ def test_a_sum_becomes_pieces_by_reduce_scatter(world_size, op):
     run_ranks(sums_to_pieces, world_size, op)
 
 
+def bases_that_differ():
+    """Seven rows on two ranks of an axis are four and three; the other axis shards these."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    tensor = whole((7, 6))
+    placements = [
+        (R, R), (S0, S0), (S0, R), (R, S0), (R, S1),
+        (StridedRaggedShard(ROWS, (3, 1), 2, 1), S0),
+        (StridedRaggedShard(ROWS, (2, 0), 2, 2), S0),
+        (StridedRaggedShard(ELEMENTS, (1, 23), 2, 1), S0),
+        (StridedRaggedShard(ELEMENTS, (23, 1), 2, 1), S0),
+        (S0, RaggedShard(ROWS, (1, 3), 1)),
+        (S0, RaggedShard(ELEMENTS, (4, 2), 4)),
+        (S0, RaggedShard.owned_by(1, 2)),
+        (RaggedShard(ROWS, (3, 4)), S1),
+    ]  # fmt: skip
+    for source in placements:
+        placed = distribute_tensor(tensor, mesh, source)
+        assert_bitwise(placed.full_tensor(), tensor, f"{source}")
+        for target in placements:
+            moved = placed.redistribute(placements=target)
+            again = distribute_tensor(tensor, mesh, target)
+            assert_bitwise(moved.to_local(), again.to_local(), f"{source} -> {target}")
+
+
+def test_every_pair_where_another_axis_shards_unevenly():
+    run_ranks(bases_that_differ, 4)
+
+
 def two_axes():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     tensor = whole()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,7 @@ from dbuffer import (
     Axis,
     Collectives,
     DBuffer,
+    Inner,
     MemorySlice,
     Strategy,
     collectives_for,
@@ -217,7 +218,8 @@ class BufferSpec:
         """
         return DBuffer(
             layout or self.layout, self.mesh, sharded_placements(self.mesh), dtype, self.device,
-            full=True, strategy=self.collectives, name=self.names,
+            full=True, strategy=self.collectives, inner=self.inner if layout is None else None,
+            name=self.names,
         )  # fmt: skip
 
     def over_replicas(self, buffer: DBuffer) -> DBuffer:
@@ -235,6 +237,15 @@ class BufferSpec:
             memory=MemorySlice(buffer.memory, begin * itemsize, shard_size * itemsize),
             strategy=self.collectives.strategy,
         )  # fmt: skip
+
+    @property
+    def inner(self) -> Mapping[int | str, Inner]:
+        """Where parameters are placed on other axes too: they may be smaller than in the layout."""
+        return {
+            i: param.placement.inner
+            for i, param in enumerate(self.params)
+            if param.placement is not None and param.placement.inner is not None
+        }
 
     def names(self) -> str:
         """Returns the names of the parameters, at most four of them."""

@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dbuffer import Inner
 from fsdp.mesh.annotations import Annotation
-from ragged_shard import RaggedShard, dim_of, even_shape
+from ragged_shard import RaggedShard, dim_of, even_shape, largest_shape
 
 __all__ = ["ParamPlacement", "block_on_inner_axes", "placement_of"]
 
@@ -34,7 +34,9 @@ class ParamPlacement:
 
     Attributes:
         inner: placement on the axes that fully_shard does not shard along; None if there are none.
-        shape: of this rank's local tensor once it is gathered along fully_shard's axes.
+        shape: the largest of the ranks' local tensors once they are gathered along fully_shard's
+            axes. Where other axes divide dim 0 unevenly, as vocabularies or experts, ranks of
+            these have fewer rows, and still the same layout.
         spec: of the unsharded parameter.
         fsdp_axes: the axes of the spec's mesh that fully_shard shards along or replicates over.
         annotation: of a plain parameter; None for DTensors. Forward computes with a plain tensor.
@@ -48,6 +50,13 @@ class ParamPlacement:
     fsdp_axes: tuple[int, ...]
     annotation: Annotation | None = None
     is_averaged: bool = False
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether other axes give ranks different numbers of rows."""
+        mesh, meta = self.spec.mesh, self.spec.tensor_meta
+        assert meta is not None
+        return even_shape(meta.shape, mesh.shape, self.spec.placements) is None
 
     @property
     def sums_terms(self) -> bool:
@@ -87,7 +96,7 @@ def placement_of(param: DTensor, mesh: DeviceMesh, name: str) -> ParamPlacement:
 
     Raises:
         ValueError: the axes have no names, belong to different root meshes, or are only some of
-            fully_shard's; the other axes give ranks unequal parts.
+            fully_shard's; the other axes divide a dim other than the first unevenly.
     """
     fsdp_names, names = mesh.mesh_dim_names or (), param.device_mesh.mesh_dim_names or ()
     root, common = mesh._get_root_mesh(), set(fsdp_names) & set(names)
@@ -107,14 +116,7 @@ def placement_of(param: DTensor, mesh: DeviceMesh, name: str) -> ParamPlacement:
         Replicate() if axis in fsdp_axes else placement
         for axis, placement in zip(names, param.placements, strict=True)
     )
-    ragged = any(isinstance(placement, RaggedShard) for placement in placements)
-    shape = None if ragged else even_shape(param.shape, param.device_mesh.shape, placements)
-    if shape is None:
-        raise ValueError(
-            f"fully_shard: parameter {name!r} of {tuple(param.shape)} is placed as {placements} on "
-            f"axes {names} of {tuple(param.device_mesh.shape)} ranks; expected equal parts for all "
-            f"of them, by Shard or InterleavedShard of a dim that they divide: pad it"
-        )
+    shape = _largest_shape(param, placements, name)
     others = {n: p for n, p in zip(names, placements, strict=True) if n not in fsdp_axes}
     inner = None
     if others:
@@ -134,6 +136,25 @@ def placement_of(param: DTensor, mesh: DeviceMesh, name: str) -> ParamPlacement:
     spec = DTensorSpec(param.device_mesh, placements, tensor_meta=param._spec.tensor_meta)
     numbers = tuple(axis for axis, axis_name in enumerate(names) if axis_name in fsdp_axes)
     return ParamPlacement(inner, shape, spec, numbers)
+
+
+def _largest_shape(param: DTensor, placements: Sequence[Placement], name: str) -> tuple[int, ...]:
+    """Returns the largest local shape of the ranks, which may differ in dim 0 only.
+
+    Rows are consecutive in storage, so a rank with fewer of them has the begin of the layout's
+    tensor. Of another dim each row would be shorter.
+    """
+    sizes = param.device_mesh.shape
+    others = [Replicate() if dim_of(placement) == 0 else placement for placement in placements]
+    ragged = any(isinstance(placement, RaggedShard) for placement in placements)
+    if ragged or even_shape(param.shape, sizes, others) is None:
+        raise ValueError(
+            f"fully_shard: parameter {name!r} of {tuple(param.shape)} is placed as "
+            f"{tuple(placements)} on axes {param.device_mesh.mesh_dim_names} of {tuple(sizes)} "
+            f"ranks; expected Shard or InterleavedShard of dim 0, or of another dim in equal "
+            f"parts for all ranks: pad it"
+        )
+    return largest_shape(param.shape, sizes, placements)
 
 
 def _flattened(mesh: DeviceMesh, other: DeviceMesh) -> tuple[str, ...]:

@@ -50,6 +50,11 @@ def checked_tiles(
         )
     if placement is None:
         return tiles
+    if placement.is_uneven:
+        raise ValueError(
+            f"fully_shard: quantize_fn: expected None for {name!r} of {tuple(param.shape)}, of "
+            f"which other axes have different numbers of rows, got {tiles}; pad dim 0"
+        )
     for one in placement.spec.placements:
         dim = dim_of(one)
         if dim is None:

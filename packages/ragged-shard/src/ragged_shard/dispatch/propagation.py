@@ -7,7 +7,7 @@ the result. The inputs of an operator without a rule are gathered (fallback.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from ragged_shard.fallback import GatheredSpec
 from ragged_shard.geometry.specs import (
     Placements,
     any_custom,
+    dim_of,
     is_custom,
     replace_axis,
     with_placements,
@@ -32,6 +33,7 @@ from ragged_shard.geometry.validation import check_local
 from ragged_shard.interleaved import InterleavedShard
 from ragged_shard.ragged import RaggedShard
 from ragged_shard.random_regions import INITIALIZERS, LIKE, random_refused, warn_of_own_numbers
+from ragged_shard.redistribution.reduction_input import ReductionInput
 
 
 def propagate_op_sharding(
@@ -138,6 +140,8 @@ class _Layer:
                     continue
             inputs.append(with_placements(before, placements))
         outputs = _outputs(result, decision)
+        if not _keep_bases(call.specs, [*inputs, *pytree.tree_leaves(outputs)]):
+            return None
         arguments = {
             index: value(_first(outputs)) if callable(value) else value
             for index, value in decision.arguments.items()
@@ -167,6 +171,25 @@ class _Layer:
             else:
                 inputs.append(with_placements(before, placements))
         return _output_sharding(call, result, inputs, result.output_spec, {})
+
+
+def _keep_bases(before: Sequence[DTensorSpec], after: Sequence[DTensorSpec | None]) -> bool:
+    """Whether ragged units that are those of the longest base remain units of the same bases."""
+    known = {_shards_of_dim_0(spec.placements) for spec in before if _bases_differ(spec)}
+    return not known or all(
+        _shards_of_dim_0(spec.placements) in known
+        for spec in after
+        if spec is not None and _bases_differ(spec)
+    )
+
+
+def _bases_differ(spec: DTensorSpec) -> bool:
+    placements = (p.ragged if isinstance(p, ReductionInput) else p for p in spec.placements)
+    return any(isinstance(p, RaggedShard) and p.bases_differ for p in placements)
+
+
+def _shards_of_dim_0(placements: Sequence[Placement]) -> tuple[Placement | None, ...]:
+    return tuple(placement if dim_of(placement) == 0 else None for placement in placements)
 
 
 def _is_shard(on_axis: AxisPlacement) -> bool:

@@ -118,13 +118,9 @@ def even_shape(
     Raises:
         ValueError: a placement is ragged, whose units depend on the other axes.
     """
+    _refuse_ragged("even_shape", placements)
     sizes = list(shape)
     for axis_size, placement in zip(mesh_shape, placements, strict=True):
-        if isinstance(placement, RaggedShard):
-            raise ValueError(
-                f"even_shape: expected placements that are not ragged, got {placement!r} among "
-                f"{tuple(placements)}; pass Replicate in its place"
-            )
         dim = dim_of(placement)
         if dim is not None:
             lengths = local_lengths(placement, sizes[dim], axis_size)
@@ -132,6 +128,35 @@ def even_shape(
                 return None
             sizes[dim] = lengths.pop()
     return tuple(sizes)
+
+
+def largest_shape(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
+) -> tuple[int, ...]:
+    """Returns the largest size of each dim of the ranks' local tensors: those of the first rank.
+
+    All ranks compute the same result without a process group, so they can plan by it.
+
+    Args:
+        shape: of the global tensor, which the placements fit.
+        mesh_shape: size of each axis.
+        placements: one per axis, of torch or this package, none of them ragged.
+
+    Raises:
+        ValueError: a placement is ragged, whose units depend on the other axes.
+    """
+    _refuse_ragged("largest_shape", placements)
+    first = (0,) * len(mesh_shape)  # `torch.chunk` makes the last chunks short
+    return local_shape_at(tuple(shape), tuple(mesh_shape), first, tuple(placements))
+
+
+def _refuse_ragged(name: str, placements: Sequence[Placement]) -> None:
+    for placement in placements:
+        if isinstance(placement, RaggedShard):
+            raise ValueError(
+                f"{name}: expected placements that are not ragged, got {placement!r} among "
+                f"{tuple(placements)}; pass Replicate in its place"
+            )
 
 
 def base_shape(

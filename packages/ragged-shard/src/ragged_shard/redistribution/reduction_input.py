@@ -40,7 +40,7 @@ class ReductionInput(Placement):
             the same tensor, its product with the weight, or one row of the value.
         """
         units = self.ragged.local_units[rank]
-        if units == 0:
+        if units == 0 or (self.ragged.bases_differ and local.shape[0] == 0):
             return local.new_full((1, *local.shape[1:]), self._fill(local.dtype))
         if self.weighted:
             return local * (units / self.ragged.total_units)

@@ -4,7 +4,8 @@ Note: blocks are counted from the first element of what a rank would have if the
 replicated. The block axis is the mesh axis with a RaggedShard, or the only axis with a Shard(0).
 Without tensor parallelism this is the whole parameter in the order of its storage, so blocks do not
 depend on the number of ranks. With other sharded axes it is the local tensor of these axes, and
-blocks depend on them.
+blocks depend on them. Where local tensors have different numbers of rows, blocks are those of the
+largest: a smaller one has the first of them, and the last scales are not used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp.optim.adam8bit.quantization import CodeBook, block_count
 from fsdp.optim.adam8bit.update import Moments
 from fsdp.optim.tensors import local_of, placements_of
-from ragged_shard import RaggedShard, StridedRaggedShard, even_shape, local_shape
+from ragged_shard import RaggedShard, StridedRaggedShard, even_shape, largest_shape, local_shape
 
 __all__ = [
     "FP32_STATE", "QUANTIZED_STATE", "BlockLayout", "Placements", "block_layout", "local_moments",
@@ -78,6 +79,8 @@ def block_layout(param: torch.Tensor, block_size: int) -> BlockLayout:
     axis = (ragged or sharded)[0]
     others = (*placements[:axis], Replicate(), *placements[axis + 1 :])
     base_shape = even_shape(shape, mesh.shape, others)
+    if base_shape is None and _has_units_of_largest(placements[axis]):
+        base_shape = largest_shape(shape, mesh.shape, others)
     ends = None if base_shape is None else _rank_ends(placements[axis], base_shape, mesh.size(axis))
     if base_shape is None or ends is None or (len(sharded) > 1 and not ragged):
         return _gathered_layout(shape, mesh, max(sharded, key=mesh.size), block_size)
@@ -110,6 +113,8 @@ def new_state(param: torch.Tensor, layout: BlockLayout | None) -> dict[str, torc
 def local_moments(state: dict[str, torch.Tensor], block_size: int) -> Moments:
     """Returns the local tensors of a state as flat views."""
     flat = {key: local_of(value).view(-1) for key, value in state.items() if key != "step"}
+    count = block_count(flat["exp_avg"].numel(), block_size)
+    flat |= {key: value[:count] for key, value in flat.items() if key.endswith("_scale")}
     return Moments(
         flat["exp_avg"], flat.get("exp_avg_scale"),
         flat["exp_avg_sq"], flat.get("exp_avg_sq_scale"), block_size,
@@ -123,6 +128,11 @@ def state_sharding(
     if key.endswith("_scale"):
         return layout.scale_shape, layout.scales
     return tuple(param.shape), layout.moments
+
+
+def _has_units_of_largest(placement: Placement) -> bool:
+    """Whether ranks have the same elements of the largest local tensor as of a smaller one."""
+    return isinstance(placement, RaggedShard) and (placement.bases_differ or not placement.dims)
 
 
 def _rank_ends(placement: Placement, base_shape: tuple[int, ...], ranks: int) -> list[int] | None:
@@ -171,11 +181,9 @@ def _resharded_layout(
     ends = _even_ends(math.prod(base_shape), mesh.size(axis), block_size)
     elements = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     original, dims = placements[axis], range(len(base_shape))
-    aligned = (
-        original.with_units(dims, elements)
-        if isinstance(original, RaggedShard)
-        else RaggedShard(dims, elements)
-    )
+    aligned = RaggedShard(dims, elements)
+    if isinstance(original, RaggedShard):
+        aligned = original.with_units(dims, elements, 1 if original.bases_differ else None)
     resharded = (*placements[:axis], aligned, *placements[axis + 1 :])
     layout = _aligned_layout(mesh, resharded, axis, ends, block_size)
     return BlockLayout(mesh, resharded, layout.scale_shape, layout.scales, split_at)

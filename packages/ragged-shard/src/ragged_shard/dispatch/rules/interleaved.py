@@ -157,9 +157,9 @@ def elementwise_lists(call: OperatorCall) -> AxisDecision | None:
 
 
 def reduced_lists(call: OperatorCall) -> AxisDecision | None:
-    """Decides `_foreach_norm` and `_foreach_max`, if all ranks have the same number of rows."""
+    """Decides `_foreach_norm` and `_foreach_max`, if all ranks have rows."""
     found = [(operand, interleaved_placement(operand.spec)) for operand in call.operands]
-    if not all(on_axis is None or _even(operand, on_axis) for operand, on_axis in found):
+    if any(on_axis is not None and _may_be_empty(operand, on_axis) for operand, on_axis in found):
         return None
     return elementwise_lists(call)
 
@@ -239,6 +239,12 @@ def _even(operand: TensorOperand, on_axis: AxisPlacement) -> bool:
         placement.chunk(tensor_meta_of(operand.spec).shape) % operand.spec.mesh.size(on_axis.axis)
         == 0
     )
+
+
+def _may_be_empty(operand: TensorOperand, on_axis: AxisPlacement) -> bool:
+    placement, ranks = on_axis.placement, operand.spec.mesh.size(on_axis.axis)
+    assert isinstance(placement, InterleavedShard)
+    return not placement.piece(tensor_meta_of(operand.spec).shape, ranks, ranks - 1)
 
 
 def _one_kind(found: list[AxisPlacement | None]) -> bool:

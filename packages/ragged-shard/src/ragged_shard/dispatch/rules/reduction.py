@@ -97,9 +97,10 @@ def _full_reduction(operand: TensorOperand, kind: str) -> _ReductionPlacements:
     ragged = on_axis.placement
     assert isinstance(ragged, RaggedShard)
     reduced: Placement = ragged
+    may_be_empty = 0 in ragged.local_units or ragged.bases_differ
     if kind == "mean":
         reduced = ReductionInput(ragged, 0.0, weighted=True)
-    elif 0 in ragged.local_units and (value := _neutral(kind)) is not None:
+    elif may_be_empty and (value := _neutral(kind)) is not None:
         reduced = ReductionInput(ragged, value)
     return _ReductionPlacements(
         AxisPlacement(on_axis.axis, reduced), AxisPlacement(on_axis.axis, _partial(kind))

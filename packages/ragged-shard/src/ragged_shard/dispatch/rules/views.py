@@ -41,7 +41,7 @@ def view(call: OperatorCall) -> AxisDecision | None:
     if tuple(meta.stride) != contiguous_strides(meta.shape):
         return None
     shape = resolved(call.argument("size"), meta.shape.numel())
-    if shards_any_dim(spec.placements):
+    if shards_any_dim(spec.placements) or ragged.bases_differ:
         return None  # torch may reshard the other axes, which changes the base of the units
     dims = _dims(ragged, meta.shape, shape)
     result = AxisPlacement(on_axis.axis, ragged.with_units(dims, ragged.local_units))
