@@ -21,6 +21,7 @@ from dbuffer import Strategy
 from fsdp import _compat
 from fsdp._compat import DataParallelMeshDims
 from fsdp.checkpoint.state_dict import register_state_dict_hooks
+from fsdp.collectives.group_layout import group_params
 from fsdp.collectives.resident import count_optimizer_step
 from fsdp.mesh import (
     Roles,
@@ -48,7 +49,6 @@ from fsdp.param_group import (
     FSDPParamGroup,
     GroupOptions,
     PlannedParamGroup,
-    group_params,
 )
 from fsdp.private_names import is_replicated, register_state
 from fsdp.quantized import Tiles
@@ -198,11 +198,9 @@ def fully_shard(
         for param in params:
             assert param.placement is not None
             param.placement = replace(param.placement, is_averaged=True)
-    roles = None
-    if placements is not None:
-        roles = checked_roles(placements, mesh)
-        for param in params:
-            _check_roles(param, roles, reshard_after_forward)
+    roles = None if placements is None else checked_roles(placements, mesh)
+    if roles is not None:
+        _check_roles(params, roles, reshard_after_forward)
         reshard = reshard or roles.keeps_parameters
     post_forward_sizes: dict[DeviceMesh | None, int | None] = {}
     if reshard and reshard_after_forward not in (None, True):
@@ -399,12 +397,17 @@ def _post_forward_size(param: FSDPParam, reshard_after_forward: object) -> int |
     return size
 
 
-def _check_roles(param: FSDPParam, roles: Roles, reshard_after_forward: object) -> None:
-    """Refuses what parameters that stay unsharded between steps cannot be.
+def _check_roles(params: Iterable[FSDPParam], roles: Roles, reshard_after_forward: object) -> None:
+    """Refuses parameters that cannot be placed by roles.
 
     Raises:
         ValueError: naming the parameter.
     """
+    for param in params:
+        _check_role_of(param, roles, reshard_after_forward)
+
+
+def _check_role_of(param: FSDPParam, roles: Roles, reshard_after_forward: object) -> None:
     assert param.mesh is not None, "managed_params sets it"
     checked_roles(roles, param.mesh)
     if roles.shards_over_replicas and (

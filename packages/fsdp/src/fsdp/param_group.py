@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,113 +17,28 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dbuffer import DBuffer, Strategy, verify
-from fsdp import _compat
 from fsdp.collectives.all_gather import GroupAllGather, PlannedAllGather
 from fsdp.collectives.comm import BufferSpec, CommStreams, GroupCollectives, merge_shards
 from fsdp.collectives.extensions import ExtensionAllGather, chunk_layout, local_chunk
-from fsdp.collectives.grad_dtype import reduce_dtype_of, set_unsharded_grad_dtypes
+from fsdp.collectives.grad_dtype import set_unsharded_grad_dtypes
+from fsdp.collectives.group_layout import balance_owners, dtypes_of, plan_buffer, tensor_specs
 from fsdp.collectives.reduce_scatter import GradientSpec, GroupReduceScatter, ShardView
 from fsdp.collectives.resident import ChangeTracker, ReplicaGather, ResidentAllGather
 from fsdp.collectives.stages import GroupStage, group_stage
 from fsdp.mesh import Roles, optimizer_mesh, sharded_placements
-from fsdp.mesh.granularity import Whole
 from fsdp.param import FSDPParam, chunk_rows, describe, param_names
 from fsdp.quantized.all_gather import QuantizedAllGather
 from fused_comm import redistribute_many
-from ragged_shard.planner import Layout, TensorSpec, plan_layout
+from ragged_shard.planner import Layout
 
 __all__ = [
-    "Dtypes",
     "ExtensionParamGroup",
     "FSDPParamGroup",
     "GroupOptions",
     "PlannedParamGroup",
-    "group_params",
-    "plan_buffer",
     "set_names",
     "verify_groups",
 ]
-
-ALIGNMENT = 16  # bytes, of which every shard is a multiple in every dtype that it is sent in
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """The dtypes of one group.
-
-    Attributes:
-        sharded: of the sharded parameters and their gradients.
-        compute: of the unsharded parameters and their all-gather.
-        reduce: of the gradients' reduction.
-    """
-
-    sharded: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-
-
-def dtypes_of(
-    params: Sequence[FSDPParam], dtype: torch.dtype, policy: MixedPrecisionPolicy
-) -> Dtypes:
-    """Returns the dtypes of parameters of one dtype under a policy; only floats are cast."""
-    param_dtype = policy.param_dtype
-    compute = param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
-    return Dtypes(dtype, compute, reduce_dtype_of(params, dtype, compute, policy))
-
-
-def group_params(
-    params: Sequence[FSDPParam], mp_policy: MixedPrecisionPolicy
-) -> list[list[FSDPParam]]:
-    """Splits the parameters of one call into those of each group.
-
-    A group has one mesh and dtype, is trained or not, is on meta or not, has extensions or not, and
-    is placed on the mesh's axes already or not.
-    """
-    groups: dict[object, list[FSDPParam]] = {}
-    for param in params:
-        original = param.orig_param
-        param_dtype = _compat.policy_of(original, mp_policy).param_dtype
-        on_meta = original.device.type == "meta"
-        on_fsdp_axes = param.placement is not None and bool(param.placement.fsdp_axes)
-        key = (
-            param.mesh, original.dtype, param_dtype, original.requires_grad, on_meta,
-            param.extension, on_fsdp_axes,
-        )  # fmt: skip
-        groups.setdefault(key, []).append(param)
-    return list(groups.values())
-
-
-def tensor_specs(params: Sequence[FSDPParam]) -> tuple[TensorSpec, ...]:
-    """Returns the planner's input for the parameters of a group."""
-    return tuple(
-        TensorSpec(p.name, math.prod(p.local_shape), p.block, p.local_shape) for p in params
-    )
-
-
-def plan_buffer(specs: tuple[TensorSpec, ...], ranks: int, dtypes: Dtypes) -> Layout:
-    """Plans the layout of a group's tensors in a buffer of `ranks` equal shards."""
-    smallest = min(dtype.itemsize for dtype in (dtypes.sharded, dtypes.compute, dtypes.reduce))
-    return plan_layout(
-        specs,
-        ranks,
-        alignment=max(1, ALIGNMENT // smallest),
-        order="best" if any(spec.block > 1 for spec in specs) else "given",
-    )
-
-
-def balance_owners(layout: Layout, params: Sequence[FSDPParam], ranks: Hashable) -> Layout:
-    """Gives `Whole` parameters to the ranks with the least optimizer work; sizes stay the same.
-
-    Args:
-        layout: of the parameters.
-        params: of a group.
-        ranks: those over which it is sharded, as a mesh, or any key that groups of a model share.
-    """
-    wholes = [param.whole or Whole() for param in params]
-    for balance in dict.fromkeys(one.balance for one in wholes if one.balance is not None):
-        work = [one.work if one.balance is balance else 0 for one in wholes]
-        layout = balance.place(layout, work, ranks)
-    return layout
 
 
 @dataclass(frozen=True)

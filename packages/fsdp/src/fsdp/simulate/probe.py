@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dbuffer import DBuffer, Strategy
 from fsdp.api import fully_shard, watch_optimizers
+from fsdp.collectives.group_layout import Dtypes, plan_buffer
 from fsdp.mesh import checked_mesh, device_of, sharded_placements
-from fsdp.param_group import Dtypes, plan_buffer
 from fsdp.simulate.events import ComputeWork, operator_work
 from fsdp.simulate.machine import Compute, Constants, Link, Update
 from fsdp.simulate.optimizer_state import OPTIMIZERS, OptimizerFactory
