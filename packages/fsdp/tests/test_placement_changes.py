@@ -296,7 +296,19 @@ def test_parameters_on_meta_are_materialized(name):
         model.to_empty(device="cpu")
         model.load_state_dict(shard(name).state_dict())
         assert torch.equal(losses(model), losses(shard(name)))
-        assert torch.equal(losses(shard(name).double().float()), losses(shard(name)))
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_a_cast_of_the_module_is_seen_by_evaluation(name):
+    def check():
+        model, x = shard(name), batch(0)
+        with torch.no_grad():
+            wanted = model(x)
+            assert model.double()(x.double()).dtype == torch.float64
+            assert torch.equal(model.float()(x), wanted)
+        assert torch.equal(losses(model), losses(shard(name)))
 
     run_ranks(check, 4)
 

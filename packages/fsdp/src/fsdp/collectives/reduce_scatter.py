@@ -126,8 +126,9 @@ class GroupReduceScatter:
 
     @property
     def is_partly_reduced(self) -> bool:
-        """Whether gradients are reduced over shards and not over replicas."""
-        return self._partial is not None
+        """Whether gradients are reduced over shards, and no reduction in flight adds replicas'."""
+        completes = self.in_flight and self._reduces_replicas
+        return self._partial is not None and not completes
 
     def copy_in(self) -> None:
         """Moves the unsharded gradients into the buffer: cast and scaled in one pass."""
