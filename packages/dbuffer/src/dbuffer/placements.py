@@ -144,7 +144,7 @@ class LocalTensor:
     """This rank's local tensor of a buffer's tensor, unsharded on the buffer's axes.
 
     Attributes:
-        shape: of it; of the layout's shape, or shorter.
+        shape: the layout's, or one with fewer rows.
         bases_differ: whether other axes divide dim 0 unevenly; see `Inner`.
     """
 
