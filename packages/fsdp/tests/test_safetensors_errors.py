@@ -120,6 +120,13 @@ def test_damaged_folders_are_one_sentence(tmp_path, files, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_dtype_that_torch_has_not_is_refused(tmp_path):
+    header = b'{"weight":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"xx")
+    with pytest.raises(ValueError, match=r"a dtype of torch for 'weight' in .*, got F4; write"):
+        load_safetensors(nn.Linear(2, 2, bias=False), tmp_path)
+
+
 def test_a_buffer_that_no_file_has_is_refused_on_meta(tmp_path):
     save_safetensors(nn.Linear(2, 2), tmp_path / "out")
     with torch.device("meta"):

@@ -42,7 +42,8 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Reads the headers of the files of a folder's index, or of its only file.
 
     Raises:
-        ValueError: there is no such folder, or a file is missing or damaged.
+        ValueError: there is no such folder; a file is missing or damaged, or has a dtype that torch
+            has not.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -53,8 +54,13 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  # it is no mapping
                     part = opened.get_slice(name)
-                    shape, dtype = tuple(part.get_shape()), dtype_of[part.get_dtype()]
-                    tensors[name] = StoredTensor(file, shape, dtype)
+                    dtype = dtype_of.get(part.get_dtype())
+                    if dtype is None:
+                        raise ValueError(
+                            f"expected a dtype of torch for {name!r} in {file}, got "
+                            f"{part.get_dtype()}; write it in another one"
+                        )
+                    tensors[name] = StoredTensor(file, tuple(part.get_shape()), dtype)
         except (SafetensorError, OSError) as error:
             raise _damaged(file, str(error)) from error
     return tensors

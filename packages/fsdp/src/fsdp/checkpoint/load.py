@@ -80,7 +80,7 @@ def load_safetensors(
     of the one-device model; wrappers of DDP, activation checkpointing and torch.compile have none.
 
     A model on meta is allocated on the device of its mesh, or torch's default device: parameters
-    and persistent buffers; the shards of one group are there twice for a moment, as by
+    and persistent buffers. The shards of one group are there twice for a moment, as by
     ``to_empty``. Optimizers are made afterwards.
 
     Of tied parameters a folder has one name or several.
@@ -205,7 +205,7 @@ def _more(names: Sequence[str]) -> str:
 def _check_buffers(model: nn.Module) -> None:
     for prefix, module in model.named_modules():
         for name in module._non_persistent_buffers_set:
-            buffer = module._buffers[name]
+            buffer = module._buffers.get(name)
             if buffer is not None and buffer.is_meta:
                 full = f"{prefix}.{name}" if prefix else name
                 raise ValueError(
@@ -222,7 +222,9 @@ def _allocate(model: nn.Module) -> bool:
         return False
     meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
     device = torch.device(meshes[0].device_type) if meshes else torch.get_default_device()
-    if device.type not in ("cpu", "meta"):
+    if device.type in ("cpu", "meta"):
+        device = torch.device("cpu")
+    else:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     tied: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
@@ -247,8 +249,9 @@ def _read(targets: Sequence[_Target], stored: Mapping[str, StoredTensor], buffer
             by_file[stored[part.name].file].append((target, part))
     bytes_read = 0
     for file, items in by_file.items():
-        # It maps the file into memory, so that a slice reads no more than its pages.
-        with safe_open(file, framework="pt") as opened:
+        # It maps the file into memory, so that a slice reads no more than its pages. Its tensors
+        # are made on the default device, which a context may have set to meta.
+        with torch.device("cpu"), safe_open(file, framework="pt") as opened:
             for target, part in items:
                 shard = local_shard(target.model.tensor, target.model.name)
                 widest = max(stored[part.name].dtype.itemsize, shard.local.dtype.itemsize)

@@ -241,7 +241,7 @@ def _write_part(file: BinaryIO, start: int, source: _Source, buffer_bytes: int) 
         for box in () if common is None else pieces(common, elements):
             window = stored.window_of(box)
             offset = flat.storage_offset() + window.offset
-            values = torch.empty(box.sizes, dtype=dtype)
+            values = torch.empty(box.sizes, dtype=dtype, device="cpu")
             values.copy_(flat.as_strided(window.sizes, window.strides, offset))
             in_part = box.shift([-n for n in part.offsets])
             for run in _runs(in_part, part.sizes):
