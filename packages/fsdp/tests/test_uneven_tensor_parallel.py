@@ -21,9 +21,17 @@ from torch.nn.functional import cross_entropy
 
 import fsdp
 from fsdp import DataParallelMeshDims, Rows, Tiles, Whole, clip_grad_norm_, fully_shard
+from fsdp.checkpoint import load_safetensors, save_safetensors
 from fsdp.optim import SOAP, Adam8bit, Muon
 from fsdp.optim.adam8bit.state import local_moments
-from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard, strict
+from ragged_shard import (
+    InterleavedShard,
+    RaggedShard,
+    StridedRaggedShard,
+    from_checkpointable,
+    strict,
+    to_checkpointable,
+)
 from testkit import CommLog, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -327,6 +335,52 @@ PLACED = {
     "experts": ((3, 4, 2), Shard(0)),
     "one expert": ((1, 4, 2), Shard(0)),
 }
+
+
+@pytest.mark.parametrize("names", [("dp", "tp"), ("tp", "dp")], ids=" x ".join)
+@pytest.mark.parametrize("experts", [3, 1])
+def test_safetensors_are_exchanged_with_one_device(names, experts, tmp_path):
+    alone = _model(experts)
+    save_safetensors(alone, tmp_path / "alone")
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        model = _sharded(mesh, experts)
+        result = save_safetensors(model, tmp_path / "sharded", max_shard_bytes=400)
+        assert len(result.files) > 1
+        for folder in ("sharded", "alone"):
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            load_safetensors(model, tmp_path / folder)
+            assert all(map(torch.equal, _full(model), _full(alone)))
+
+    run_ranks(check, 4)
+    loaded = _model(experts).requires_grad_(False)
+    for param in loaded.parameters():
+        param.zero_()
+    load_safetensors(loaded, tmp_path / "sharded")
+    assert all(map(torch.equal, _full(loaded), _full(alone)))
+
+
+def test_plain_tensors_of_checkpoints_are_exchanged_with_dtensors(tmp_path):
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = _sharded(mesh)
+        wanted, state = _full(model), model.state_dict()
+        dcp.save(to_checkpointable(state), checkpoint_id=tmp_path / "plain")
+        dcp.save(state, checkpoint_id=tmp_path / "dtensors")
+        for folder, convert in (("plain", dict), ("dtensors", to_checkpointable)):
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            state = model.state_dict()
+            loaded = convert(state)
+            dcp.load(loaded, checkpoint_id=tmp_path / folder)
+            model.load_state_dict(from_checkpointable(loaded, state))
+            assert all(map(torch.equal, _full(model), wanted))
+
+    run_ranks(check, 4)
 
 
 def _placed(mesh, granularity):
