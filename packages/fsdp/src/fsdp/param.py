@@ -5,7 +5,8 @@ Note: FSDP tensors. Names say the stage that a tensor is in.
     sharded parameter: a DTensor placed by RaggedShard, in the SHARD buffer of its group. Modules
         have it between steps; optimizers, clipping and checkpoints use it.
     unsharded parameter: an ordinary tensor of the compute dtype, in the all-gather buffer of its
-        group. Forward and backward use it. The object stays the same; its storage is freed and
+        group; a DTensor where the original parameter is one, except with ``grad_placements_fn``.
+        Forward and backward use it. The object stays the same; its storage is freed and
         allocated again.
     unsharded gradient: ``unsharded_param.grad``; it is copied into the group's gradient buffer,
         reduced there, and its shard becomes ``sharded_param.grad``.
@@ -166,7 +167,7 @@ class FSDPParam:
 
     def init_unsharded_param(self, tensor: torch.Tensor) -> None:
         """Makes the unsharded parameter from a tensor in memory that all-gathers fill."""
-        if self.placement is not None:
+        if self.placement is not None and self.placement.grad_spec is None:
             tensor = DTensor(tensor, self.placement.spec, requires_grad=False)
         self.unsharded_param = nn.Parameter(tensor, requires_grad=self.sharded_param.requires_grad)
         mark_stale(self.unsharded_param, self.name)
@@ -252,6 +253,7 @@ def managed_params(
     device: torch.device,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     quantize_fn: Callable[[nn.Parameter], Any] | None,
+    grad_placements_fn: Callable[[nn.Parameter], Any] | None,
     ignored: Collection[nn.Parameter],
 ) -> list[FSDPParam]:
     """Checks the parameters of modules, and returns them; nothing is changed.
@@ -259,10 +261,13 @@ def managed_params(
     Raises:
         ValueError: a parameter belongs to another group already, or cannot be quantized; what a
             ``shard_placement_fn`` returned is no granularity, splits tiles, or splits the equal
-            chunks of a tensor with ``fsdp_pre_all_gather``.
+            chunks of a tensor with ``fsdp_pre_all_gather``; a ``grad_placements_fn`` returned
+            placements for a parameter that is no DTensor, or that its gradient cannot have.
     """
     return [
-        _managed_param(named_param, mesh, device, shard_placement_fn, quantize_fn)
+        _managed_param(
+            named_param, mesh, device, shard_placement_fn, quantize_fn, grad_placements_fn
+        )
         for named_param in named_params(modules, ignored)
     ]
 
@@ -273,6 +278,7 @@ def _managed_param(
     device: torch.device,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     quantize_fn: Callable[[nn.Parameter], Any] | None,
+    grad_placements_fn: Callable[[nn.Parameter], Any] | None,
 ) -> FSDPParam:
     name, param = named.name, named.param
     managed_name = stale_name(param)
@@ -290,6 +296,14 @@ def _managed_param(
     placement = None
     if isinstance(param, DTensor) and not extension:
         placement = placement_of(param, param_mesh, name)
+    grad_placements = grad_placements_fn(param) if grad_placements_fn is not None else None
+    if grad_placements is not None:
+        if placement is None:
+            raise ValueError(
+                f"fully_shard: grad_placements_fn: expected None for parameter {name!r}, which is "
+                f"no DTensor, got {grad_placements}"
+            )
+        placement = placement.with_local_grads(grad_placements, name)
     shape = tuple(param.shape) if placement is None else placement.shape
     block = block_size(granularity, shape, name)
     tiles = quantize_fn(param) if quantize_fn is not None else None

@@ -462,6 +462,10 @@ def _local_gradients(
     params: Sequence[FSDPParam], grads: Mapping[int, torch.Tensor]
 ) -> Mapping[int | str, torch.Tensor]:
     """Returns local tensors of gradients; of TP parameters, redistributed in one collective."""
+    grads = {
+        i: grad if (placement := params[i].placement) is None else placement.as_dtensor(grad)
+        for i, grad in grads.items()
+    }
     redistributed: dict[int, DTensor] = {}
     all_placements = []
     for i, grad in grads.items():

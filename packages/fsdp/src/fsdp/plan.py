@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp import api
 from fsdp.granularity import Block, Granularity, Rows, Whole
+from fsdp.state import all_unsharded
 
 __all__ = ["fully_shard"]
 
@@ -34,6 +36,7 @@ class _FullyShard:
         granularity: str | None = None,
         reshard_after_forward: bool | None = None,
         ignored_params: Collection[nn.Parameter] = (),
+        grad_placements_fn: api.GradPlacementsFn | None = None,
     ) -> None:
         """Calls `fsdp.fully_shard` with one granularity for all parameters.
 
@@ -44,6 +47,7 @@ class _FullyShard:
                 default.
             reshard_after_forward: as of `fsdp.fully_shard`.
             ignored_params: as of `fsdp.fully_shard`.
+            grad_placements_fn: as of `fsdp.fully_shard`.
 
         Raises:
             ValueError: another granularity.
@@ -54,8 +58,20 @@ class _FullyShard:
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=None if parsed is None else lambda param: parsed,
+            grad_placements_fn=grad_placements_fn,
             ignored_params=set(ignored_params),
         )
+
+    def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Gathers all parameters of a model, and reduces no gradients, inside of the block.
+
+        Modules have their unsharded parameters in it, and may run forward and backward, as to
+        compare them with others. Gradients that were accumulated before stay as they are.
+
+        Args:
+            model: with the modules of a plan; all ranks call it, as parameters are gathered.
+        """
+        return all_unsharded(model)
 
 
 fully_shard = _FullyShard()

@@ -222,7 +222,7 @@ def _install(
     mode: Literal["eager", "static"] = "eager"
     if options.mode == "static":
         mode = "static"
-        parts = install_static(model, lowered, mesh, coverage, options)
+        parts = install_static(model, lowered, mesh, coverage, options, reduced_by_fsdp)
         handles, gradients, guard = parts.handles, parts.gradients, parts.guard
         local_params = parts.local_params
     else:

@@ -58,7 +58,7 @@ def shadow_of(
             module = module._orig_mod
         if id(module) in shadows:
             return shadows[id(module)]
-        new = shadows[id(module)] = copy.copy(module)
+        new = shadows[id(module)] = _copy(module)
         attributes: dict[str, Any] = new.__dict__
         for registry, tensors in (
             ("_parameters", module._parameters),
@@ -79,6 +79,19 @@ def shadow_of(
         return new
 
     return shadow(model)
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """Copies a module; one that fully_shard has made an FSDPModule, with its original class."""
+    from torch.distributed.fsdp import FSDPModule  # 0.3 s, which importing plan-api does not take
+
+    if not isinstance(module, FSDPModule):
+        return copy.copy(module)
+    classes = type(module).__mro__
+    original: type[nn.Module] = classes[classes.index(FSDPModule) + 1]
+    new = original.__new__(original)
+    new.__dict__.update(module.__dict__)
+    return new
 
 
 class FakeTensorFactory:
