@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from plan_api import deferred_init, installed, parallelize, zoo
+from plan_api import deferred_init, parallelize, zoo
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
 from testkit.inspection.dtensor_operators import DTensorOperators
 
@@ -81,7 +81,9 @@ class Trained:
         """Returns what differs in any bit."""
         assert self.params.keys() == other.params.keys()
         params = [name for name, one in self.params.items() if not one.equal(other.params[name])]
-        scalars = [name for name in ("losses", "norms") if getattr(self, name) != getattr(other, name)]
+        scalars = [
+            name for name in ("losses", "norms") if getattr(self, name) != getattr(other, name)
+        ]
         return scalars + params
 
 
@@ -129,3 +131,59 @@ def test_static_mode_trains_bit_for_bit_as_eager(shape):
         for name, (differences, losses) in found.items():
             assert differences == [], name
             assert losses[-1] != losses[0], name
+
+
+def test_replicas_microbatches_and_deferred_parameters_train_bit_for_bit_as_in_eager():
+    """HSDP by ``replicate=`` and by two axes; accumulation, also of an unsharded model."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+        two_axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "dp"))
+        hsdp = zoo.llama(two_axes, tp=None, dp=("replica", "dp"))
+        for path in (LAYER, ""):
+            hsdp.fully_shard(path, ("replica", "dp"))
+        unsharded = _llama(mesh, granularity=None, reshard_after_forward=False)
+        deferred = partial(deferred_init, llama)
+        return {
+            "HSDP": _both_modes(llama, _llama(mesh, replicate=2)),
+            "HSDP on two axes": _both_modes(llama, hsdp),
+            "accumulation": _both_modes(llama, _llama(mesh), microbatches=2),
+            "accumulation, HSDP": _both_modes(llama, _llama(mesh, replicate=2), microbatches=2),
+            "accumulation, not resharded": _both_modes(llama, unsharded, microbatches=2),
+            "deferred": _both_modes(deferred, _llama(mesh), guard_steps=None),
+        }, _both_modes(llama, _llama(mesh))
+
+    for found, (_, not_deferred) in run_ranks(check, 4, timeout=580):
+        for name, (differences, losses) in found.items():
+            assert differences == [], name
+            assert losses[-1] != losses[0], name
+        assert found["deferred"][1] == not_deferred
+
+
+def test_no_operator_takes_a_dtensor_and_modules_have_plain_parameters_while_they_run():
+    """In forward, backward, optimizer and zero_grad of three steps; in Eager hundreds do."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        counted, are_dtensors = {}, {}
+        for mode in ("eager", "static"):
+            model = parallelize(llama(), _llama(mesh), mode=mode, guard_steps=0)
+            module, seen = model.model.layers[0].mlp.down_proj, are_dtensors.setdefault(mode, [])
+            module.register_forward_hook(
+                lambda own, _, __, seen=seen: seen.append(isinstance(own.weight, DTensor))
+            )
+            optimizer = torch.optim.AdamW(model.parameters())
+            for _ in range(3):
+                with DTensorOperators() as operators:
+                    models.token_loss(model).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            counted[mode] = operators.counts
+            between_steps = (module.weight, optimizer.state[module.weight]["exp_avg"])
+            assert all(isinstance(tensor, DTensor) for tensor in between_steps)
+        return counted, are_dtensors
+
+    for counted, are_dtensors in run_ranks(check, 4, timeout=580):
+        assert counted["static"] == {}
+        assert counted["eager"].total() > 500
+        assert are_dtensors == {"eager": [True] * 3, "static": [False] * 3}

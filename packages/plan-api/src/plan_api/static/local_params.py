@@ -5,8 +5,8 @@ tensor, and receives autograd's gradients. It is an attribute in the ``__dict__`
 which Python looks up before `nn.Module.__getattr__`. The parameters themselves stay DTensors where
 optimizers and checkpoints look: in `named_parameters` and `state_dict`.
 
-fully_shard itself replaces its parameters by plain tensors while modules run, so the local parameter
-of such a DTensor is for optimizers only.
+fully_shard itself replaces its parameters by plain tensors while modules run, so the local
+parameter of such a DTensor is for optimizers only.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def create_local_params(
 ) -> list[LocalParam]:
     """Creates local parameters for all parameters and sharded buffers of a model.
 
-    Modules find them from then on, except for those that fully_shard replaces itself. Replicated buffers become plain tensors, which modules may
-    replace while they run.
+    Modules find them from then on, except for those that fully_shard replaces itself. Replicated
+    buffers become plain tensors, which modules may replace while they run.
 
     Args:
         model: its parameters and buffers are DTensors.
