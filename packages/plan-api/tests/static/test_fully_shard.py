@@ -6,11 +6,20 @@ from functools import partial
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from plan_api import deferred_init, parallelize, zoo
+from plan_api import (
+    Plan,
+    StaticError,
+    deferred_init,
+    generate_static,
+    installed,
+    parallelize,
+    zoo,
+)
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
 from testkit.inspection.dtensor_operators import DTensorOperators
+from testkit.models import TwoLinears
 
 pytestmark = [
     pytest.mark.ranks,
@@ -187,3 +196,92 @@ def test_no_operator_takes_a_dtensor_and_modules_have_plain_parameters_while_the
         assert counted["static"] == {}
         assert counted["eager"].total() > 500
         assert are_dtensors == {"eager": [True] * 3, "static": [False] * 3}
+
+
+def test_the_guard_refuses_a_wrong_gradient_and_changes_nothing():
+    """Between microbatches, too: gradients that are accumulated stay as they are."""
+
+    def wrong(mesh):
+        """The gradient of a norm that sequence parallelism makes Partial."""
+        norm = rf"{LAYER}\.input_layernorm\.weight"
+        return _llama(mesh).annotate(norm, Replicate(), "tp")
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        with pytest.raises(
+            StaticError, match=r"gradient of model.layers.0.input_layernorm"
+        ) as error:
+            models.token_loss(parallelize(llama(), wrong(mesh), mode="static"))
+        ends = []
+        for checks in (False, True):
+            model = parallelize(llama(), _llama(mesh), mode="static", guard_steps=0)
+            torch.manual_seed(1)
+            batch = torch.randint(0, models.VOCABULARY, (4, 8))
+            for number in range(3):
+                model.set_requires_gradient_sync(number == 2)
+                model(input_ids=batch, labels=batch).loss.backward()
+                if checks:
+                    assert installed(model).check(input_ids=batch, labels=batch) == ()
+            assert all(isinstance(param, DTensor) for param in model.parameters())
+            grads = {name: param.grad.to_local() for name, param in model.named_parameters()}
+            ends.append(grads)
+            after = _train(model)
+            ends.append(after.params)
+        return error.value.site, [
+            name
+            for one, other in zip(ends[:2], ends[2:], strict=True)
+            for name in one
+            if not one[name].equal(other[name])
+        ]
+
+    for site, unlike in run_ranks(check, 4, timeout=580):
+        assert site == "model.layers.0.input_layernorm.weight"
+        assert unlike == []
+
+
+def test_a_generated_plan_applies_fully_shard():
+    """Generated on FakeTensors, from a model that takes no memory."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        plan = _llama(mesh)
+        batch = torch.randint(0, models.VOCABULARY, (4, 8))
+        inputs = {"input_ids": batch, "labels": batch}
+        static = generate_static(plan, llama(), inputs, fake=True)
+        eager = parallelize(llama(), plan)
+        with pytest.raises(ValueError, match="expected a model before fully_shard"):
+            generate_static(plan, eager, inputs, fake=True)
+        return _train(eager).differences(_train(parallelize(llama(), static, mode="static")))
+
+    assert run_ranks(check, 4, timeout=580) == [[]] * 4
+
+
+def test_a_model_on_meta_trains_after_its_parameters_are_loaded():
+    """Also where they are other objects, or have another dtype, than before."""
+
+    def train(model, optimizer):
+        for _ in range(3):
+            model(torch.ones(4, 4, dtype=model.up.weight.dtype)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach().to_local() for param in model.parameters()]
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        plan = Plan(mesh).shard("<in:x>", [Replicate(), Replicate()])
+        plan.shard(r"up\.(weight|bias)", Shard(0), "tp").fully_shard("", "dp")
+        plan.redistribute("up.<out>", Shard(1), Replicate(), "tp", grad_src=Replicate())
+        ends = []
+        for mode in ("eager", "static"):
+            state = parallelize(TwoLinears(), plan, mode=mode).state_dict()
+            with torch.device("meta"):
+                model = TwoLinears()
+            parallelize(model, plan, mode=mode)
+            model.load_state_dict(state, assign=True)
+            ends += train(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+            model.double()
+            ends += train(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+        half = len(ends) // 2
+        return [one.equal(other) for one, other in zip(ends[:half], ends[half:], strict=True)]
+
+    assert all(map(all, run_ranks(check, 4, timeout=580)))

@@ -204,7 +204,9 @@ def test_compiled_blocks_equal_eager_blocks(backend, within, shape, fully_sharde
             optimizer = torch.optim.AdamW(model.parameters())
             ends.append((_train(model, optimizer, 3, seed=3), _local_params(model)))
         (losses, parts), (its_losses, its_parts) = ends
-        far = max(float((parts[name] - its_parts[name]).abs().max()) for name in parts)
+        # A shard of fully_shard may be empty.
+        unlike = [(parts[name] - its_parts[name]).abs() for name in parts if parts[name].numel()]
+        far = max(float(one.max()) for one in unlike)
         counters = torch._dynamo.utils.counters
         return losses, its_losses, far, dict(counters["stats"]), dict(counters["graph_break"])
 
