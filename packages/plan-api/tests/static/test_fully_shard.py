@@ -203,7 +203,7 @@ def test_the_guard_refuses_a_wrong_gradient_and_changes_nothing():
 
     def wrong(mesh):
         """The gradient of a norm that sequence parallelism makes Partial."""
-        norm = rf"{LAYER}\.input_layernorm\.weight"
+        norm = rf"{LAYER}\.input_layernorm\.weight\.grad"
         return _llama(mesh).annotate(norm, Replicate(), "tp")
 
     def check():
