@@ -66,7 +66,8 @@ class _FullyShard:
         """Gathers all parameters of a model, and reduces no gradients, inside of the block.
 
         Modules have their unsharded parameters in it, and may run forward and backward, as to
-        compare them with others. Gradients that were accumulated before stay as they are.
+        compare them with others. Gradients that were accumulated before stay as they are, unless the
+        block raises.
 
         Args:
             model: with the modules of a plan; all ranks call it, as parameters are gathered.
