@@ -1,14 +1,17 @@
 """The entry point that plan-api calls."""
 
+import contextlib
 from importlib.metadata import EntryPoint, distribution
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from fsdp import FSDPModule
 from fsdp.plan import fully_shard
-from testkit import run_ranks
+from testkit import CommLog, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -39,6 +42,48 @@ def test_ignored_params_are_not_sharded():
         assert model.weight.to_local().numel() < 15
 
     run_ranks(check, 2)
+
+
+def test_a_model_is_unsharded_within_a_block_and_reduces_nothing():
+    """Settings, accumulated gradients and the next steps are as without it, if it raises too."""
+
+    class Passed(Exception):
+        pass
+
+    def train(visits):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+        mesh = init_device_mesh("cpu", (2,))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        x, ends = torch.full((3, 4), mesh.get_rank() + 1.0), []
+        for step in range(4):
+            model.set_requires_gradient_sync(step % 2 == 1)
+            if visits:
+                visit = fully_shard.unsharded(model)
+                with contextlib.suppress(Passed), visit, CommLog() as log:
+                    shapes = [tuple(param.shape) for param in model.parameters()]
+                    assert shapes == [(4, 4), (4,)] * 2
+                    assert not any(isinstance(param, DTensor) for param in model.parameters())
+                    loss = model(x).sum()
+                    grads = torch.autograd.grad(loss, list(model.parameters()))
+                    assert [tuple(grad.shape) for grad in grads] == shapes
+                    if step == 2:
+                        model(x)
+                        raise Passed
+                assert log.calls == ()
+                assert all(isinstance(param, DTensor) for param in model.parameters())
+            with CommLog() as log:
+                model(x).square().sum().backward()
+            ends.append(log.calls)
+        return ends, [param.grad.to_local() for param in model.parameters()]
+
+    def check():
+        (calls, grads), (wanted_calls, wanted) = train(visits=True), train(visits=False)
+        assert calls[1:] == wanted_calls[1:]
+        return all(one.equal(other) for one, other in zip(grads, wanted, strict=True))
+
+    assert run_ranks(check, 2) == [True, True]
 
 
 def test_unknown_granularity_is_refused():

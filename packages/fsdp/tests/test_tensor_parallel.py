@@ -6,7 +6,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -101,6 +108,64 @@ def test_parameters_on_all_axes_get_gradients_of_their_placements(placement):
             torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad, msg=name)
 
     run_ranks(check, 4, timeout=120)
+
+
+class Scale(nn.Module):
+    """Returns a sum over rows, so that ranks with different rows have terms of the gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight, self.bias = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        self.kind = type(self.weight)
+        return (x * self.weight + self.bias).square().sum()
+
+
+@pytest.mark.parametrize("axes", [("dp", "tp"), ("tp",), ("dp",), ()], ids=str)
+def test_modules_compute_with_local_tensors_whose_gradients_are_placed(axes):
+    """Rows are sharded along some axes; along the others every rank has the whole gradient."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model, alone = distribute_module(Scale(), mesh), Scale()
+        placements = [Partial() if axis in axes else Replicate() for axis in ("dp", "tp")]
+        fully_shard(model, mesh=mesh["dp"], grad_placements_fn=lambda param: placements)
+        x = torch.arange(24.0).view(4, 6)
+        rows = x
+        for axis in axes:
+            rows = rows.chunk(2)[mesh.get_local_rank(axis)]
+        for microbatch in range(2):
+            model.set_requires_gradient_sync(microbatch == 1)
+            model(rows).backward()
+            alone(x).backward()
+        assert model.kind is nn.Parameter
+        assert isinstance(model.weight, DTensor)
+        for mine, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            assert mine.grad.placements == mine.placements
+            torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad)
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.parametrize(
+    ("placements", "message"),
+    [
+        ([Replicate()], r"expected for each axis of parameter 'weight' Partial, or"),
+        ([Replicate(), Shard(0)], r"the parameter's placement in .*, got \(Replicate\(\), Shard"),
+    ],
+    ids=["too few", "another"],
+)
+def test_placements_that_a_gradient_cannot_have_are_refused(placements, message):
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        model = distribute_module(Scale(), mesh)
+        with pytest.raises(ValueError, match=message):
+            fully_shard(model, mesh=mesh["dp"], grad_placements_fn=lambda param: placements)
+        plain = Scale()
+        with pytest.raises(ValueError, match="expected None for parameter 'weight', which is no D"):
+            fully_shard(plain, mesh=mesh["dp"], grad_placements_fn=lambda param: [Replicate()])
+        assert type(plain.weight) is nn.Parameter
 
 
 def test_partial_gradients_are_reduced_once():

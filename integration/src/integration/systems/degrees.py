@@ -124,9 +124,8 @@ class Degrees:
                 f"--zero3: expected --ep 1, as it shards experts too, got --ep {self.ep};"
                 " leave one out"
             )
-        if self.static and self.dp_shard > 1:
+        if self.static and self.zero3:
             raise UsageError(
-                "--static: expected --dp-shard 1, as it trains with replicated parameters, got"
-                f" --dp-shard {self.dp_shard}; use --dp-replicate {self.dp_shard}, or leave"
-                " --static out"
+                "--static: expected no --zero3, as static mode has no phases; leave --zero3 out,"
+                " which shards parameters by fully_shard, or --static"
             )

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -55,6 +56,7 @@ from fsdp.quantized import Tiles
 from fsdp.state import FSDPState, state_of
 
 __all__ = [
+    "GradPlacementsFn",
     "PlacementFn",
     "QuantizeFn",
     "clip_grad_norm_",
@@ -67,6 +69,7 @@ __all__ = [
 
 PlacementFn = Callable[[nn.Parameter], "Granularity | Shard | None"]
 QuantizeFn = Callable[[nn.Parameter], "Tiles | None"]
+GradPlacementsFn = Callable[[nn.Parameter], Sequence[Placement] | None]
 
 
 @overload
@@ -77,6 +80,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
     quantize_fn: QuantizeFn | None = ...,
+    grad_placements_fn: GradPlacementsFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
@@ -94,6 +98,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
     quantize_fn: QuantizeFn | None = ...,
+    grad_placements_fn: GradPlacementsFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
@@ -110,6 +115,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     quantize_fn: QuantizeFn | None = None,
+    grad_placements_fn: GradPlacementsFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # it is frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # as torch's
     ignored_params: set[nn.Parameter] | None = None,
@@ -147,6 +153,11 @@ def fully_shard(
             element and one scale per tile; None does not quantize it. The sharded parameter stays
             in its dtype, and gets the gradients of the dequantized one. By default no rank boundary
             splits a tile.
+        grad_placements_fn: returns, for a parameter that is a DTensor, the placements of its
+            gradient in backward, one per axis of its mesh: Partial, or the parameter's. Modules
+            then compute with the local tensor, as of ``DTensor.to_local(grad_placements=...)``, and
+            no operator runs on DTensors; the sharded parameter and its gradient stay DTensors.
+            None: modules compute with a DTensor, whose gradient has the placements.
         mp_policy: dtypes of compute, of reductions, and of outputs.
         offload_policy: torch's ``CPUOffloadPolicy()`` keeps shards and gradients on the host.
         ignored_params: parameters that are neither sharded, moved, nor reduced.
@@ -170,8 +181,8 @@ def fully_shard(
 
     Raises:
         ValueError: no module, or a ModuleList or ModuleDict without a forward of its own; a wrong
-            mesh, granularity or option; a granularity that splits tiles; a parameter that another
-            call manages. No parameter was changed then, and nothing was sent.
+            mesh, granularity, placement or option; a granularity that splits tiles; a parameter
+            that another call manages. No parameter was changed then, and nothing was sent.
         AssertionError: a module is sharded already, as torch raises.
 
     Source: veScale-FSDP, sections 3 and 5; torch/distributed/fsdp/_fully_shard/_fully_shard.py.
@@ -190,14 +201,11 @@ def fully_shard(
         modules, lambda child: state_of(child) is not None or is_replicated(child)
     )
     params = managed_params(
-        managed, mesh, device, shard_placement_fn, quantize_fn, ignored_params or set(), spmd
-    )
-    if dp_mesh_dims is not None:
-        plain = [(p.name, p.orig_param) for p in params if not p.is_annotated]
-        check_on_spmd_mesh(plain, spmd_mesh, dp_mesh_dims)
-        for param in params:
-            assert param.placement is not None
-            param.placement = replace(param.placement, is_averaged=True)
+        managed, mesh, device, shard_placement_fn, quantize_fn, grad_placements_fn,
+        ignored_params or set(), spmd,
+    )  # fmt: skip
+    if spmd is not None:
+        _average_on_spmd_mesh(params, spmd)
     roles = None if placements is None else checked_roles(placements, mesh)
     if roles is not None:
         _check_roles(params, roles, reshard_after_forward)
@@ -395,6 +403,19 @@ def _post_forward_size(param: FSDPParam, reshard_after_forward: object) -> int |
             f"shard its module in a call of its own"
         )
     return size
+
+
+def _average_on_spmd_mesh(params: Sequence[FSDPParam], spmd: SpmdMesh) -> None:
+    """Checks parameters on a mesh of all parallelism; gradients are averaged, as FSDP2 does.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    not_annotated = [(p.name, p.orig_param) for p in params if not p.is_annotated]
+    check_on_spmd_mesh(not_annotated, spmd.mesh, spmd.dims)
+    for param in params:
+        assert param.placement is not None
+        param.placement = replace(param.placement, is_averaged=True)
 
 
 def _check_roles(params: Iterable[FSDPParam], roles: Roles, reshard_after_forward: object) -> None:

@@ -6,7 +6,8 @@ Note: FSDP tensors. Names say the stage that a tensor is in.
         a replicated one. Modules have it between steps; optimizers, clipping and checkpoints use
         it.
     unsharded parameter: an ordinary tensor of the compute dtype, in the all-gather buffer of its
-        group. Forward and backward use it. The object stays the same; its storage is freed and
+        group; a DTensor where the original parameter is one, except with ``grad_placements_fn``.
+        Forward and backward use it. The object stays the same; its storage is freed and
         allocated again.
     unsharded gradient: ``unsharded_param.grad``; it is copied into the group's gradient buffer,
         reduced there, and its shard becomes ``sharded_param.grad``.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -204,7 +205,7 @@ class FSDPParam:
 
     def init_unsharded_param(self, tensor: torch.Tensor) -> None:
         """Makes the unsharded parameter from a tensor in memory that all-gathers fill."""
-        if self.placement is not None and self.placement.annotation is None:
+        if self.placement is not None and self.placement.grad_spec is None:
             tensor = DTensor(tensor, self.placement.spec, requires_grad=False)
         self.unsharded_param = nn.Parameter(tensor, requires_grad=self.sharded_param.requires_grad)
         set_grad_dtype(self.unsharded_param, self.unsharded_grad_dtype)
@@ -297,6 +298,7 @@ def managed_params(
     device: torch.device,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     quantize_fn: Callable[[nn.Parameter], Any] | None,
+    grad_placements_fn: Callable[[nn.Parameter], Any] | None,
     ignored: Collection[nn.Parameter],
     spmd_mesh: SpmdMesh | None = None,
 ) -> list[FSDPParam]:
@@ -305,10 +307,19 @@ def managed_params(
     Raises:
         ValueError: a parameter belongs to another group already, or cannot be quantized; what a
             ``shard_placement_fn`` returned is no granularity, splits tiles, or splits the equal
-            chunks of a tensor with ``fsdp_pre_all_gather``.
+            chunks of a tensor with ``fsdp_pre_all_gather``; a ``grad_placements_fn`` returned
+            placements for a parameter that is no DTensor, or that its gradient cannot have.
     """
     return [
-        _managed_param(named_param, mesh, device, shard_placement_fn, quantize_fn, spmd_mesh)
+        _managed_param(
+            named_param,
+            mesh,
+            device,
+            shard_placement_fn,
+            quantize_fn,
+            grad_placements_fn,
+            spmd_mesh,
+        )
         for named_param in named_params(modules, ignored)
     ]
 
@@ -319,6 +330,7 @@ def _managed_param(
     device: torch.device,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     quantize_fn: Callable[[nn.Parameter], Any] | None,
+    grad_placements_fn: Callable[[nn.Parameter], Any] | None,
     spmd_mesh: SpmdMesh | None,
 ) -> FSDPParam:
     name, param = named.name, named.param
@@ -338,9 +350,17 @@ def _managed_param(
     annotation = annotation_of(param, name, spmd_mesh)
     if annotation is not None:
         placement = placement_of(annotation.dtensor(param), param_mesh, name)
-        placement = replace(placement, annotation=annotation)
+        placement = placement.annotated(annotation)
     elif isinstance(param, DTensor) and not extension:
         placement = placement_of(param, param_mesh, name)
+    grad_placements = grad_placements_fn(param) if grad_placements_fn is not None else None
+    if grad_placements is not None:
+        if placement is None:
+            raise ValueError(
+                f"fully_shard: grad_placements_fn: expected None for parameter {name!r}, which is "
+                f"no DTensor, got {grad_placements}"
+            )
+        placement = placement.with_local_grads(grad_placements, name)
     shape = tuple(param.shape) if placement is None else placement.shape
     block = block_size(granularity, shape, name)
     tiles = quantize_fn(param) if quantize_fn is not None else None

@@ -481,9 +481,12 @@ def _local_gradients(
     params: Sequence[FSDPParam], grads: Mapping[int, torch.Tensor]
 ) -> Mapping[int | str, torch.Tensor]:
     """Returns local tensors of gradients; of TP parameters, redistributed in one collective."""
+    grads = {
+        i: grad if (placement := params[i].placement) is None else placement.as_dtensor(grad)
+        for i, grad in grads.items()
+    }
     redistributed: dict[int, DTensor] = {}
     all_placements = []
-    grads = {i: _with_placements(params[i], grad) for i, grad in grads.items()}
     for i, grad in grads.items():
         placement = params[i].placement
         if placement is None or not isinstance(grad, DTensor):
@@ -497,12 +500,6 @@ def _local_gradients(
             moved = redistribute_many(list(redistributed.values()), all_placements)
         grads = {**grads, **dict(zip(redistributed, moved, strict=True))}
     return {i: _local_gradient(params[i], grad) for i, grad in grads.items()}
-
-
-def _with_placements(param: FSDPParam, grad: torch.Tensor) -> torch.Tensor:
-    """Returns the plain gradient of an annotated parameter as a DTensor; others as they are."""
-    annotation = None if param.placement is None else param.placement.annotation
-    return grad if annotation is None else annotation.gradient(grad)
 
 
 def _local_gradient(param: FSDPParam, grad: torch.Tensor) -> torch.Tensor:

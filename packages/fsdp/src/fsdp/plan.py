@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp import api
 from fsdp.mesh.granularity import Block, Granularity, Rows, Whole
+from fsdp.state import state_of
 
 __all__ = ["fully_shard"]
 
@@ -34,6 +36,7 @@ class _FullyShard:
         granularity: str | None = None,
         reshard_after_forward: bool | None = None,
         ignored_params: Collection[nn.Parameter] = (),
+        grad_placements_fn: api.GradPlacementsFn | None = None,
     ) -> None:
         """Calls `fsdp.fully_shard` with one granularity for all parameters.
 
@@ -44,6 +47,7 @@ class _FullyShard:
                 default.
             reshard_after_forward: as of `fsdp.fully_shard`.
             ignored_params: as of `fsdp.fully_shard`.
+            grad_placements_fn: as of `fsdp.fully_shard`.
 
         Raises:
             ValueError: another granularity.
@@ -54,8 +58,21 @@ class _FullyShard:
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=None if parsed is None else lambda param: parsed,
+            grad_placements_fn=grad_placements_fn,
             ignored_params=set(ignored_params),
         )
+
+    def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Gathers all parameters of a model, and reduces no gradients, inside of the block.
+
+        Modules have their unsharded parameters in it, and may run forward and backward, as to
+        compare them with others. Gradients that were accumulated before stay as they are, unless
+        the block raises.
+
+        Args:
+            model: with the modules of a plan; all ranks call it, as parameters are gathered.
+        """
+        return _all_unsharded(model)
 
 
 fully_shard = _FullyShard()
@@ -70,3 +87,48 @@ def _granularity(text: str) -> Granularity:
             f"got {text!r}"
         )
     return Whole() if found[1] is None else Rows(count) if found[1] == "rows" else Block(count)
+
+
+@contextmanager
+def _all_unsharded(model: nn.Module) -> Iterator[None]:
+    """Keeps the parameters of all states of a model unsharded, and reduces no gradients.
+
+    What a pass that raises leaves behind is forgotten, as by `FSDPState.reset`.
+
+    Args:
+        model: that contains the modules of the states; all ranks call it.
+    """
+    states = list(dict.fromkeys(filter(None, map(state_of, model.modules()))))
+    for state in states:
+        if state.is_root is None:  # it makes settings that are restored below
+            state._lazy_init()
+    groups = [group for state in states for group in state.groups]
+    settings = [
+        (
+            group.reshard_after_forward,
+            group.reshard_after_backward,
+            group.reduce_scatter.reduce_grads,
+        )
+        for group in groups
+    ]
+    for state in states:
+        state.context.streams.all_gather_waits()
+        state.unshard()
+    for group in groups:
+        group.reshard_after_forward = group.reshard_after_backward = False
+        group.reduce_scatter.reduce_grads = False
+    try:
+        yield
+    except BaseException:
+        for state in states:
+            if state.is_root:
+                state.reset()
+        raise
+    finally:
+        for group, (after_forward, after_backward, reduce_grads) in zip(
+            groups, settings, strict=True
+        ):
+            group.reshard_after_forward = after_forward
+            group.reshard_after_backward = after_backward
+            group.reduce_scatter.reduce_grads = reduce_grads
+            group.reshard()

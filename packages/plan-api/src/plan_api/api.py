@@ -87,6 +87,7 @@ class Installed:
     def remove(self) -> None:
         """Removes the hooks of this model; its parameters stay DTensors, in static mode too.
 
+        fully_shard stays applied: in static mode its modules still compute with plain tensors.
         Patches of torch stay: `uninstall` removes them.
         """
         for handle in self._handles:
@@ -135,7 +136,8 @@ def parallelize(
             (veScale, section 6.2); parameters are DTensors to optimizers and checkpoints only.
         guard_steps: in static mode, the number of first calls with gradients that are validated
             against Eager before they run (`Installed.check`); differences above rounding are an
-            error. Each takes a step of Eager, and the memory of both modes; None: 1.
+            error. Each takes a step of Eager, and the memory of both modes, with fully_shard that of
+            all unsharded parameters and gradients; None: 1.
         src_data_rank: the rank along each axis of the mesh whose parameters all ranks get; None:
             each rank shards its own, without communication, for models that are the same on all
             ranks. Parameters on ``meta`` have no values to send, and those of `deferred_init` have
@@ -222,7 +224,7 @@ def _install(
     mode: Literal["eager", "static"] = "eager"
     if options.mode == "static":
         mode = "static"
-        parts = install_static(model, lowered, mesh, coverage, options)
+        parts = install_static(model, lowered, mesh, coverage, options, reduced_by_fsdp)
         handles, gradients, guard = parts.handles, parts.gradients, parts.guard
         local_params = parts.local_params
     else:

@@ -19,11 +19,6 @@ def mesh():
 
 
 REFUSED = {
-    "fully_shard": (
-        lambda plan: plan.fully_shard("up", "tp").fully_shard("", "tp"),
-        r"test_validate.py:\d+: fully_shard\('up', tp.*: expected mode='eager' for "
-        r"fully_shard, got mode='static'.*use mode='eager', or leave fully_shard out",
-    ),
     "src": (
         lambda plan: plan.shard("down.<in>", S0),
         r"down.forward_pre:<in>:0: expected its current placement along 'tp'.*S\(0\); add "
@@ -68,15 +63,14 @@ def test_an_unsupported_plan_is_refused_before_anything_is_sent(mesh, name):
 
 def test_all_problems_are_listed_in_one_error(mesh):
     plan = Plan(mesh)
-    for name, (change, _) in REFUSED.items():
-        if name != "fully_shard":  # with phases it is refused in any mode
-            change(plan)
+    for change, _ in REFUSED.values():
+        change(plan)
     with pytest.raises(ValueError, match="static mode") as error:
         parallelize(TwoLinears(), plan, mode="static")
     assert len(str(error.value).splitlines()) == 1 + 4  # three of them are of up.<out>
 
 
-@pytest.mark.parametrize("name", ["fully_shard", "phases", "a factory"])
+@pytest.mark.parametrize("name", ["phases", "a factory"])
 def test_generate_static_refuses_unsupported_options_before_it_runs(mesh, name):
     change, message = REFUSED[name]
     model, plan = TwoLinears(), Plan(mesh)

@@ -95,12 +95,14 @@ def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
 def _is_reduced_elsewhere(param: FSDPParam) -> bool:
     """Returns whether a gradient may be Partial on an axis that fully_shard does not reduce."""
     placement = param.placement
-    if placement is not None and placement.annotation is not None:
+    if placement is None:
+        return False
+    if placement.grad_spec is not None:
         return any(
             one.is_partial() and axis not in placement.fsdp_axes
-            for axis, one in enumerate(placement.annotation.grad_placements)
+            for axis, one in enumerate(placement.grad_spec.placements)
         )
-    return placement is not None and any(
+    return any(
         isinstance(one, Replicate) and axis not in placement.fsdp_axes
         for axis, one in enumerate(placement.spec.placements)
     )

@@ -67,10 +67,6 @@ class Annotation:
         """Returns a parameter as a DTensor in the same memory."""
         return DTensor.from_local(param.detach(), self.mesh, self.placements, run_check=False)
 
-    def gradient(self, grad: torch.Tensor) -> DTensor:
-        """Returns an unsharded gradient as a DTensor in the same memory."""
-        return DTensor.from_local(grad, self.mesh, self.grad_placements, run_check=False)
-
     def restore(self, param: torch.Tensor) -> None:
         """Annotates an unsharded parameter, while types are checked."""
         spmd = _spmd_types()

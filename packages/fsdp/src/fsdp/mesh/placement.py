@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,6 +42,8 @@ class ParamPlacement:
         annotation: of a plain parameter; None for DTensors. Forward computes with a plain tensor.
         is_averaged: whether gradients are averaged over these axes as they are, as FSDP2 does with
             ``dp_mesh_dims``, and not summed as their placements say.
+        grad_spec: of the gradient, where the unsharded parameter is its local tensor; None where it
+            is a DTensor.
     """
 
     inner: Inner | None
@@ -50,6 +52,7 @@ class ParamPlacement:
     fsdp_axes: tuple[int, ...]
     annotation: Annotation | None = None
     is_averaged: bool = False
+    grad_spec: DTensorSpec | None = None
 
     @property
     def is_uneven(self) -> bool:
@@ -62,6 +65,40 @@ class ParamPlacement:
     def sums_terms(self) -> bool:
         """Whether the gradient is the sum of what `local_gradient` returns on the ranks."""
         return bool(self.fsdp_axes) and not self.is_averaged
+
+    def with_local_grads(self, placements: Sequence[Placement], name: str) -> ParamPlacement:
+        """Returns this placement for an unsharded parameter that is its local tensor.
+
+        Args:
+            placements: of the gradient, on the axes of the spec's mesh.
+            name: of the parameter, for errors.
+
+        Raises:
+            ValueError: one is neither Partial nor the parameter's along its axis.
+        """
+        own = self.spec.placements
+        if len(placements) != len(own) or any(
+            not isinstance(grad, Partial) and grad != param
+            for grad, param in zip(placements, own, strict=False)
+        ):
+            raise ValueError(
+                f"fully_shard: grad_placements_fn: expected for each axis of parameter {name!r} "
+                f"Partial, or the parameter's placement in {own}, got {tuple(placements)}"
+            )
+        meta = self.spec.tensor_meta
+        return replace(self, grad_spec=DTensorSpec(self.spec.mesh, tuple(placements), meta))
+
+    def annotated(self, annotation: Annotation) -> ParamPlacement:
+        """Returns this placement for a plain parameter with an annotation."""
+        meta = self.spec.tensor_meta
+        grad_spec = DTensorSpec(self.spec.mesh, annotation.grad_placements, meta)
+        return replace(self, annotation=annotation, grad_spec=grad_spec)
+
+    def as_dtensor(self, grad: torch.Tensor) -> DTensor:
+        """Returns a gradient as a DTensor; a local one is placed by `grad_spec`."""
+        if isinstance(grad, DTensor):
+            return grad
+        return DTensor(grad, self.grad_spec, requires_grad=False)
 
     def local_gradient(self, grad: DTensor) -> torch.Tensor:
         """Returns what is reduced over fully_shard's axes: this rank's term of the sum, or mean."""

@@ -31,6 +31,11 @@ def find_fully_shard(entry: FullyShard) -> Callable[..., Any]:
     ``ignored_params=`` where the plan itself shards parameters along the mesh's axes. Its
     ``check(granularity=)``, if it has one, raises ValueError for an unknown granularity.
 
+    Static mode adds ``grad_placements_fn=``, which returns the placements of a parameter's gradient
+    (modules compute with its local tensor then), or None (with the DTensor). ``unsharded(model)``
+    is a context manager in which all parameters of the model are gathered, and no gradients are
+    reduced.
+
     Args:
         entry: that asks for it, for messages.
 

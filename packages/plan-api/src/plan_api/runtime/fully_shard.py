@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.lowering.fully_shard import find_fully_shard, is_sharded_by_plan
 from plan_api.lowering.ir import FullyShard, Schedule
@@ -20,6 +21,7 @@ def apply_fully_shard(
     entries: Mapping[str, FullyShard],
     schedules: Mapping[str, Schedule],
     mesh: DeviceMesh,
+    grad_placements_fn: Callable[[nn.Parameter], Sequence[Placement] | None] | None = None,
 ) -> None:
     """Applies fully_shard to modules, the innermost first, as FSDP requires.
 
@@ -30,6 +32,7 @@ def apply_fully_shard(
         entries: by module path, the last that names it.
         schedules: of parameters, by their first names.
         mesh: of the plan.
+        grad_placements_fn: see `find_fully_shard`; None: modules compute with DTensors.
     """
     if not entries:
         return
@@ -50,6 +53,8 @@ def apply_fully_shard(
         ]
         if ignored:
             options["ignored_params"] = ignored
+        if grad_placements_fn is not None:
+            options["grad_placements_fn"] = grad_placements_fn
         fully_shard(model.get_submodule(path), mesh=meshes[key], **options)
 
 

@@ -271,8 +271,8 @@ class PlanEntries:
     ) -> Self:
         """Applies the fsdp package to modules, after all other parameters are placed.
 
-        Parameters that the plan shards along the same axes, such as experts, are left out. It needs
-        ``mode="eager"``: `parallelize` refuses it in static mode.
+        Parameters that the plan shards along the same axes, such as experts, are left out. In
+        static mode modules compute with plain tensors that it has gathered.
 
         Args:
             path: of modules.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
+from plan_api.lowering.ir import HookPoint, OpKind, Site
 from plan_api.runtime.gradients import GradientReduction
 from plan_api.runtime.hooks import SiteCoverage
 from plan_api.spec.axes import axis_names
@@ -22,10 +23,22 @@ from plan_api.static.local_params import LocalParam
 if TYPE_CHECKING:
     from fused_comm import GradReducer
 
-__all__ = ["LocalParamGradients"]
+__all__ = ["LocalParamGradients", "gradient_placements"]
 
 # The references to a tensor in C++; where torch has no such count no DTensor is reused.
 _use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 2)
+
+
+def gradient_placements(sites: Iterable[Site]) -> dict[str, dict[str, Placement]]:
+    """Returns the placements of gradients that the plan annotates, by parameter and axis."""
+    placements: dict[str, dict[str, Placement]] = {}
+    for site in sites:
+        for step in site.steps:
+            if site.hook_point is HookPoint.GRAD and step.kind is OpKind.ANNOTATE:
+                name = f"{site.path}.{step.tensor}" if site.path else step.tensor
+                moves = step.moves.items()
+                placements.setdefault(name, {}).update({axis: move.dst for axis, move in moves})
+    return placements
 
 
 class LocalParamGradients(GradientReduction):
@@ -38,6 +51,7 @@ class LocalParamGradients(GradientReduction):
             parameter's, such as Partial.
         coverage: see `GradientReduction`.
         bucket_mb: see `GradientReduction`.
+        excluded: see `GradientReduction`.
         warns: see `GradientReduction`.
     """
 
@@ -48,9 +62,11 @@ class LocalParamGradients(GradientReduction):
         placements: Mapping[str, Mapping[str, Placement]],
         coverage: SiteCoverage,
         bucket_mb: float | None,
+        excluded: Collection[str],
         *,
         warns: bool,
     ) -> None:
+        local_params = [one for one in local_params if one.name not in excluded]
         self._needs_reduction = bool(placements)
         self._dtensor_params = [
             local_param for local_param in local_params if not local_param.visible
@@ -60,7 +76,7 @@ class LocalParamGradients(GradientReduction):
             for local_param in local_params
             if local_param.visible
         ]
-        super().__init__(model, False, coverage, bucket_mb, warns=warns)
+        super().__init__(model, False, coverage, bucket_mb, excluded, warns=warns)
 
     def reset(self, model: nn.Module) -> None:
         """Registers the hooks again, after parameters or their dtypes have been replaced."""
@@ -75,18 +91,15 @@ class LocalParamGradients(GradientReduction):
         for gradient in self._local_gradients:
             gradient.free_unused()
 
-    def gradient_of(
-        self, local_param: LocalParam
-    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], DTensor]]:
-        """Returns what modules use of a parameter, and what makes its gradient a DTensor."""
-        if not local_param.visible:
-            return local_param.param, lambda grad: grad
-        gradient = next(
-            local_gradient
-            for local_gradient in self._local_gradients
-            if local_gradient.local_param is local_param
-        )
-        return local_param.tensor, gradient.as_dtensor
+    def by_name(self) -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], DTensor]]]:
+        """Returns what modules use of each parameter, and what makes its gradient a DTensor."""
+        found: dict[str, Any] = {
+            one.name: (one.param, lambda grad: grad) for one in self._dtensor_params
+        }
+        for gradient in self._local_gradients:
+            local_param = gradient.local_param
+            found[local_param.name] = (local_param.tensor, gradient.as_dtensor)
+        return found
 
     def _may_reduce(self) -> bool:
         return self._needs_reduction or bool(self._dtensor_params)

@@ -20,6 +20,7 @@ from plan_api.runtime.agreement import first_site_on_any_rank, true_on_any_rank
 from plan_api.runtime.hooks import SiteCoverage
 from plan_api.static.comparison import Difference, StaticError, compare_modes
 from plan_api.static.coverage import CallCoverage
+from plan_api.static.fully_shard import FullyShardedParams
 from plan_api.static.gradients import LocalParamGradients
 from plan_api.static.local_params import LocalParam
 from plan_api.static.shadow_model import is_fake, shadow_of
@@ -40,6 +41,7 @@ class Guard:
         mesh: the plan's mesh.
         local_params: the model's local parameters.
         gradients: what makes their gradients DTensors.
+        fully_sharded: the parameters that fully_shard gathers.
         call_coverage: the sites that a call passes.
         steps: how many of the next calls with gradients are compared before they run.
     """
@@ -51,11 +53,13 @@ class Guard:
         mesh: DeviceMesh,
         local_params: Sequence[LocalParam],
         gradients: LocalParamGradients,
+        fully_sharded: FullyShardedParams,
         call_coverage: CallCoverage,
         steps: int,
     ) -> None:
         self._lowered, self._mesh = lowered, mesh
         self._local_params, self._gradients = local_params, gradients
+        self._fully_sharded = fully_sharded
         self._call_coverage, self._remaining_steps, self._checking = call_coverage, steps, False
         self._model = weakref.ref(model)
         self.handles: tuple[RemovableHandle, ...] = (
@@ -67,7 +71,7 @@ class Guard:
         """Runs the model in both modes, forward and backward, and leaves it unchanged.
 
         All ranks of the mesh call it. It takes a step of Eager, and the memory of all modules'
-        outputs.
+        outputs; with fully_shard also that of all unsharded parameters.
 
         Args:
             args: the model's positional arguments.
@@ -85,17 +89,8 @@ class Guard:
         model = self._model()
         assert model is not None
         try:
-            shadow = shadow_of(model, self._as_dtensor)
-            sites, indices = self._lowered.sites, self._lowered.indices
-            handles = [*install_eager(shadow, sites, {}, indices, self._mesh, SiteCoverage([]))]
-            local_params = {
-                local_param.name: self._gradients.gradient_of(local_param)
-                for local_param in self._local_params
-            }
-            with _no_zero_params(self._local_params):
-                differences = compare_modes(shadow, model, local_params, args, kwargs)
-            for handle in handles:
-                handle.remove()
+            with _no_zero_params(self._local_params), self._fully_sharded.unsharded(model):
+                differences = self._compare_with_eager(model, args, kwargs)
         finally:
             self._remaining_steps, self._checking = remaining, False
         wrong = [difference for difference in differences if not difference.only_rounding]
@@ -110,6 +105,26 @@ class Guard:
         self._call_coverage.mark_validated()
         self._call_coverage.begin_call()  # the validated call itself follows
         return tuple(differences)
+
+    def _compare_with_eager(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Difference]:
+        """Compares the modes, while no parameter is sharded by fully_shard."""
+        unsharded = self._fully_sharded.as_dtensors(model)
+
+        def as_dtensor(tensor: torch.Tensor) -> torch.Tensor:
+            param = unsharded.get(id(tensor))
+            return self._as_dtensor(tensor) if param is None else param
+
+        shadow = shadow_of(model, as_dtensor)
+        sites, indices = self._lowered.sites, self._lowered.indices
+        handles = [*install_eager(shadow, sites, {}, indices, self._mesh, SiteCoverage([]))]
+        local_params = {**self._gradients.by_name(), **self._fully_sharded.gradients(model)}
+        try:
+            return compare_modes(shadow, model, local_params, args, kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _before_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._remaining_steps or not torch.is_grad_enabled():

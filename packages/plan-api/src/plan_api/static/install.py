@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site
@@ -23,7 +22,8 @@ from plan_api.runtime.hooks import SiteCoverage, install_site_hook
 from plan_api.static.coverage import CallCoverage
 from plan_api.static.eager_fallback import install_eager_fallback
 from plan_api.static.embeddings import static_sites
-from plan_api.static.gradients import LocalParamGradients
+from plan_api.static.fully_shard import FullyShardedParams
+from plan_api.static.gradients import LocalParamGradients, gradient_placements
 from plan_api.static.guard import Guard
 from plan_api.static.local_params import LocalParam, create_local_params
 from plan_api.static.operators import install_operators
@@ -56,6 +56,7 @@ def install_static(
     mesh: DeviceMesh,
     coverage: SiteCoverage,
     options: ParallelizeOptions,
+    reduced_by_fsdp: frozenset[str],
 ) -> InstalledStatic:
     """Makes modules find local parameters, and installs hooks that redistribute local tensors.
 
@@ -65,11 +66,14 @@ def install_static(
         mesh: the plan's mesh.
         coverage: records the sites that are passed.
         options: of `parallelize`.
+        reduced_by_fsdp: the first names of the parameters whose gradients fully_shard reduces.
     """
-    local_params = create_local_params(model, lowered.runs_on_dtensors)
+    # Before all other hooks: those around calls of operators exclude fully_shard's own then.
+    fully_sharded = FullyShardedParams(model, lowered, mesh, reduced_by_fsdp)
+    local_params = create_local_params(model, lowered.runs_on_dtensors, reduced_by_fsdp)
     gradients = LocalParamGradients(
-        model, local_params, _gradient_placements(lowered.sites), coverage, options.fused_mb,
-        warns=options.warns,
+        model, local_params, gradient_placements(lowered.sites), coverage, options.fused_mb,
+        reduced_by_fsdp, warns=options.warns,
     )  # fmt: skip
     call_coverage = CallCoverage()
     handles: list[RemovableHandle] = []
@@ -83,7 +87,10 @@ def install_static(
         if not lowered.runs_on_dtensors(path):
             handles += install_expert_indices(model.get_submodule(path), indices, mesh, path)
     step_on_local_params(local_params)
-    guard = Guard(model, lowered, mesh, local_params, gradients, call_coverage, options.guard_steps)
+    guard = Guard(
+        model, lowered, mesh, local_params, gradients, fully_sharded, call_coverage,
+        options.guard_steps,
+    )  # fmt: skip
     # Prepended after the guard's hook, so that it runs before it.
     begin = _begin_call(local_params, gradients, call_coverage)
     handles.append(model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
@@ -128,34 +135,25 @@ def _redistribute_params(site: Site, module: nn.Module, mesh: DeviceMesh) -> lis
     ]
     if not transforms:
         return []
-    original: list[torch.Tensor] = []
+    local_params: dict[str, torch.Tensor | None] = {}  # None: fully_shard's, no attribute
 
     def before(module: nn.Module, _: Any) -> None:
-        original[:] = [module.__dict__[name] for name, _ in transforms]
         for name, transform in transforms:
-            module.__dict__[name] = transform(module.__dict__[name])
+            local_params[name] = module.__dict__.get(name)
+            module.__dict__[name] = transform(getattr(module, name))
 
     def after(module: nn.Module, _: Any, __: Any) -> None:
-        for (name, _), tensor in zip(transforms, original, strict=False):
-            module.__dict__[name] = tensor
-        original.clear()
+        for name, tensor in local_params.items():
+            if tensor is None:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = tensor
+        local_params.clear()
 
     return [
         module.register_forward_pre_hook(before),
         module.register_forward_hook(after, always_call=True),
     ]
-
-
-def _gradient_placements(sites: Iterable[Site]) -> dict[str, dict[str, Placement]]:
-    """Returns the placements of gradients that the plan annotates, by parameter and axis."""
-    placements: dict[str, dict[str, Placement]] = {}
-    for site in sites:
-        for step in site.steps:
-            if site.hook_point is HookPoint.GRAD and step.kind is OpKind.ANNOTATE:
-                name = f"{site.path}.{step.tensor}" if site.path else step.tensor
-                moves = step.moves.items()
-                placements.setdefault(name, {}).update({axis: move.dst for axis, move in moves})
-    return placements
 
 
 def _begin_call(

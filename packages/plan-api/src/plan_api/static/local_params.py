@@ -4,12 +4,15 @@ Note: a *local parameter* is a plain leaf tensor that shares the memory of a par
 tensor, and receives autograd's gradients. It is an attribute in the ``__dict__`` of its modules,
 which Python looks up before `nn.Module.__getattr__`. The parameters themselves stay DTensors where
 optimizers and checkpoints look: in `named_parameters` and `state_dict`.
+
+fully_shard itself replaces its parameters by plain tensors while modules run, so the local
+parameter of such a DTensor is for optimizers only.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -64,6 +67,8 @@ class LocalParam:
         if owner is None:
             return False
         param = _registry(owner, attribute)[attribute]
+        if not isinstance(param, DTensor):  # gathered by fully_shard, and not replaced
+            return False
         local, requires_grad = param._local_tensor, param.requires_grad
         if local is self._source and requires_grad == self.tensor.requires_grad:
             return False
@@ -84,6 +89,11 @@ class LocalParam:
         if self._on_gradient is not None:
             self.call_on_gradient(self._on_gradient)
         return renewed
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the local parameter shares the memory that its parameter has now."""
+        return self._source is self.param._local_tensor
 
     def show(self) -> None:
         """Lets modules find the local parameter; on ``meta`` the parameter, for initialisers."""
@@ -127,15 +137,19 @@ class LocalParam:
                 yield module, attribute
 
 
-def create_local_params(model: nn.Module, stays: Callable[[str], bool]) -> list[LocalParam]:
+def create_local_params(
+    model: nn.Module, stays: Callable[[str], bool], fully_sharded: Collection[str]
+) -> list[LocalParam]:
     """Creates local parameters for all parameters and sharded buffers of a model.
 
-    Modules find them from then on. Replicated buffers become plain tensors, which modules may
-    replace while they run.
+    Modules find them from then on, except for those that fully_shard replaces itself. Replicated
+    buffers become plain tensors, which modules may replace while they run.
 
     Args:
         model: its parameters and buffers are DTensors.
         stays: whether modules keep finding the DTensor of this name (an eager fallback).
+        fully_sharded: the first names of the parameters that fully_shard manages. It replaces those
+            of eager fallbacks by DTensors, and they have no local parameter.
     """
     users: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
     for name, tensor in list(named_state(model)):
@@ -147,7 +161,11 @@ def create_local_params(model: nn.Module, stays: Callable[[str], bool]) -> list[
             module._buffers[attribute] = tensor._local_tensor  # type: ignore[attr-defined]
         elif isinstance(tensor, DTensor):
             users.setdefault(id(tensor), (name, []))[1].append((module, attribute))
-    return [LocalParam(name, modules, not stays(name)) for name, modules in users.values()]
+    return [
+        LocalParam(name, modules, not stays(name) and name not in fully_sharded)
+        for name, modules in users.values()
+        if not (stays(name) and name in fully_sharded)
+    ]
 
 
 def _registry(module: nn.Module, attribute: str) -> Any:

@@ -194,4 +194,4 @@ def _spec(local_param: LocalParam, tensor: torch.Tensor) -> Any:
 
 def _local_param(param: torch.Tensor) -> LocalParam | None:
     found = _local_params.get(id(param))
-    return found if found is not None and found.param is param else None
+    return found if found is not None and found.param is param and found.is_current else None

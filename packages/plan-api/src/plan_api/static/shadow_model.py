@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from plan_api.runtime.containers import map_tensors
 
-__all__ = ["FakeTensorFactory", "is_fake", "shadow_of"]
+__all__ = ["FakeTensorFactory", "class_before_fully_shard", "is_fake", "shadow_of"]
 
 _HOOKS = (
     "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
@@ -58,7 +58,7 @@ def shadow_of(
             module = module._orig_mod
         if id(module) in shadows:
             return shadows[id(module)]
-        new = shadows[id(module)] = copy.copy(module)
+        new = shadows[id(module)] = _copy(module)
         attributes: dict[str, Any] = new.__dict__
         for registry, tensors in (
             ("_parameters", module._parameters),
@@ -79,6 +79,24 @@ def shadow_of(
         return new
 
     return shadow(model)
+
+
+def class_before_fully_shard(module: nn.Module) -> type[nn.Module] | None:
+    """Returns the class that a module had before fully_shard; None if that was not applied."""
+    from torch.distributed.fsdp import FSDPModule  # 0.3 s, which importing plan-api does not take
+
+    classes = type(module).__mro__
+    return classes[classes.index(FSDPModule) + 1] if FSDPModule in classes else None
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """Copies a module; an FSDPModule, which cannot be copied, as one of its original class."""
+    original = class_before_fully_shard(module)
+    if original is None:
+        return copy.copy(module)
+    new = original.__new__(original)
+    new.__dict__.update(module.__dict__)
+    return new
 
 
 class FakeTensorFactory:

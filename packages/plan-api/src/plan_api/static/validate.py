@@ -60,17 +60,9 @@ def unsupported_options(lowered: Lowered) -> Iterator[StaticError]:
         lowered: the plan, lowered for a model.
 
     Yields:
-        an error for each entry that applies fully_shard, parameter with phases, context parallel
-        site, and module that shards the tensors it creates; each names the entry's line and the
-        remedy.
+        an error for each parameter with phases, context parallel site, and module that shards the
+        tensors it creates; each names the entry's line and the remedy.
     """
-    entries = {id(entry): (path, entry) for path, entry in lowered.fully_sharded.items()}
-    for path, entry in entries.values():
-        yield StaticError(
-            f"{entry.description}: expected mode='eager' for fully_shard, got mode='static', which "
-            f"would leave its parameters replicated; use mode='eager', or leave fully_shard out",
-            path,
-        )
     for name, schedule in lowered.schedules.items():
         if schedule.has_phases:
             lines = ", ".join(dict.fromkeys(_lines_of(lowered, schedule.entries)))

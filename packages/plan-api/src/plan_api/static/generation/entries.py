@@ -18,7 +18,10 @@ from plan_api.spec.entry import Entry, EntryKind
 from plan_api.spec.path import PathKind, generalize_numbers
 from plan_api.static.generation.trace import EagerTrace, FunctionCall, Placements, TensorTrace
 
-__all__ = ["GeneratedEntry", "generate_entries", "generate_size_entries", "plan_with_entries"]
+__all__ = [
+    "GeneratedEntry", "generate_entries", "generate_size_entries", "plan_with_entries",
+    "split_fully_shard",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,18 @@ def plan_with_entries(plan: Plan, entries: Iterable[GeneratedEntry], model: nn.M
             for one in group:
                 _add(new, one, re.escape(one.path))
     return new
+
+
+def split_fully_shard(plan: Plan) -> tuple[Plan, Plan]:
+    """Returns the entries of a plan without those of fully_shard, and these."""
+    others, fully_sharded = plan | Plan(plan.mesh), Plan(plan.mesh)
+    for part, is_fully_shard in ((others, False), (fully_sharded, True)):
+        part._entries = [
+            entry
+            for entry in plan.entries
+            if (entry.kind is EntryKind.FULLY_SHARD) is is_fully_shard
+        ]
+    return others, fully_sharded
 
 
 def _is_retained(entry: Entry) -> bool:

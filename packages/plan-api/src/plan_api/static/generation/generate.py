@@ -22,10 +22,11 @@ from plan_api.static.generation.entries import (
     generate_entries,
     generate_size_entries,
     plan_with_entries,
+    split_fully_shard,
 )
 from plan_api.static.generation.suggestions import suggest_entries
 from plan_api.static.generation.trace import EagerTrace, trace_eager_step
-from plan_api.static.shadow_model import FakeTensorFactory, shadow_of
+from plan_api.static.shadow_model import FakeTensorFactory, class_before_fully_shard, shadow_of
 from plan_api.static.validate import unsupported_options
 
 __all__ = ["generate_static"]
@@ -52,7 +53,8 @@ def generate_static(
     The generated plan adds, for each tensor that the plan redistributes, its current placement,
     and the placements of gradients; a gradient that becomes Partial is reduced where it does, as in
     Megatron-LM. It is an ordinary plan, with the same effect in Eager. It is validated: a static
-    step has to compute Eager's bits.
+    step has to compute Eager's bits. fully_shard is not applied for that: modules compute the same
+    with it.
 
     A module that cannot run on local tensors, such as one whose own code needs a redistribution
     between two operators, runs on DTensors (`Plan.eager`), with all modules of the same pattern;
@@ -63,7 +65,7 @@ def generate_static(
 
     Args:
         plan: for Eager.
-        model: unmodified, or parallelized; it is not changed.
+        model: unmodified, or parallelized without fully_shard; it is not changed.
         example_inputs: of one step, as a tuple of arguments or a dict of keyword arguments; the
             same on all ranks of the mesh.
         fake: whether to run on FakeTensors, which take no memory, and to send nothing; model and
@@ -76,9 +78,9 @@ def generate_static(
         a plan that `parallelize(model, plan, mode="static")` takes.
 
     Raises:
-        ValueError: the plan has options that static mode does not support (fully_shard, phases,
-            context parallelism, factories that shard), or the model does not take these inputs;
-            raised before anything is run or sent. Or no module smaller than the model could run on
+        ValueError: the plan has options that static mode does not support (phases, context
+            parallelism, factories that shard), the model does not take these inputs, or fully_shard
+            has been applied to it; raised before anything is run or sent. Or no module smaller than the model could run on
             DTensors; names module, operator and placements, as the warning would.
     """
     args, kwargs = _check_inputs(model, example_inputs)
@@ -88,6 +90,7 @@ def generate_static(
     if problems:
         lines = "\n".join(problems)
         raise ValueError(f"generate_static: static mode does not support this plan:\n{lines}")
+    plan, fully_sharded = split_fully_shard(plan)
     if fake:
         factory = FakeTensorFactory(plan.mesh.device_type)
         model = shadow_of(model, factory.fake)
@@ -124,7 +127,7 @@ def generate_static(
                 "generate_static: %s runs on DTensors: on local tensors %s\n%s",
                 pattern, reason, suggest(pattern),
             )  # fmt: skip
-        return generated
+        return generated | fully_sharded
 
 
 def _with_fallbacks(plan: Plan, patterns: Iterable[str]) -> Plan:
@@ -150,6 +153,11 @@ def _check_inputs(
     model: nn.Module, example_inputs: Any
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Returns positional and keyword arguments that the model's forward takes."""
+    if any(class_before_fully_shard(module) for module in model.modules()):
+        raise ValueError(
+            "generate_static: expected a model before fully_shard, got one whose parameters it has "
+            "sharded; generate the plan from an unmodified model, which may be on meta (fake=True)"
+        )
     if isinstance(example_inputs, Mapping):
         args, kwargs = (), example_inputs
     elif isinstance(example_inputs, (tuple, list)):

@@ -1,0 +1,109 @@
+"""Applies fully_shard to a model in static mode, whose modules compute with plain tensors.
+
+Between steps such a parameter is a DTensor, which optimizers and checkpoints have; while its module
+runs it is the local tensor that the ranks of data parallelism have gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement
+
+from plan_api.lowering.fully_shard import find_fully_shard
+from plan_api.lowering.ir import Lowered
+from plan_api.runtime.fully_shard import apply_fully_shard
+from plan_api.spec.axes import axis_names
+from plan_api.static.gradients import gradient_placements
+
+__all__ = ["FullyShardedParams"]
+
+
+class FullyShardedParams:
+    """The parameters that fully_shard manages; it is applied to the modules of the plan.
+
+    Args:
+        model: its parameters are DTensors.
+        lowered: the plan, lowered for this model.
+        mesh: the plan's mesh.
+        names: the first names of the parameters.
+    """
+
+    def __init__(
+        self, model: nn.Module, lowered: Lowered, mesh: DeviceMesh, names: frozenset[str]
+    ) -> None:
+        self._entries, self._names = lowered.fully_sharded, names
+        # Of those that are plain tensors while modules run.
+        self._specs: dict[str, DTensorSpec] = {}
+        self._grad_specs: dict[str, DTensorSpec] = {}
+        annotated, axes = gradient_placements(lowered.sites), axis_names(mesh)
+        name_of: dict[int, str] = {}
+        for name, param in model.named_parameters():
+            if name not in names or lowered.runs_on_dtensors(name):
+                continue
+            name_of[id(param)] = name
+            schedule = lowered.schedules.get(name)
+            run = (Replicate(),) * mesh.ndim if schedule is None else schedule.run
+            grad = tuple(
+                annotated.get(name, {}).get(axis, placement)
+                for axis, placement in zip(axes, run, strict=True)
+            )
+            meta = param._spec.tensor_meta  # type: ignore[attr-defined]
+            self._specs[name] = DTensorSpec(mesh, run, tensor_meta=meta)
+            self._grad_specs[name] = DTensorSpec(mesh, grad, tensor_meta=meta)
+
+        def grad_placements(param: nn.Parameter) -> tuple[Placement, ...] | None:
+            name = name_of.get(id(param))
+            return None if name is None else self._grad_specs[name].placements
+
+        apply_fully_shard(model, self._entries, lowered.schedules, mesh, grad_placements)
+
+    def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Gathers all parameters inside of the block, in which no gradients are reduced."""
+        if not self._entries:
+            return nullcontext()
+        fully_shard: Any = find_fully_shard(next(iter(self._entries.values())))
+        unsharded: AbstractContextManager[None] = fully_shard.unsharded(model)
+        return unsharded
+
+    def as_dtensors(self, model: nn.Module) -> Mapping[int, torch.Tensor]:
+        """Returns parameters of Eager in the memory of unsharded ones, by the id of these.
+
+        Args:
+            model: whose parameters are unsharded.
+        """
+        return {
+            id(param): nn.Parameter(
+                DTensor(param.detach(), self._specs[name], requires_grad=False),
+                requires_grad=param.requires_grad,
+            )
+            for name, param in model.named_parameters()
+            if name in self._specs
+        }
+
+    def gradients(
+        self, model: nn.Module
+    ) -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], DTensor]]]:
+        """Returns the unsharded parameters, and what makes their gradients DTensors, by name.
+
+        Args:
+            model: whose parameters are unsharded.
+        """
+        return {
+            name: (param, partial(self._grad_as_dtensor, name))
+            for name, param in model.named_parameters()
+            if name in self._names
+        }
+
+    def _grad_as_dtensor(self, name: str, grad: torch.Tensor) -> DTensor:
+        if isinstance(grad, DTensor):  # of a module that runs on DTensors
+            return grad
+        return DTensor(grad, self._grad_specs[name], requires_grad=False)

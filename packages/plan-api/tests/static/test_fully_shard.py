@@ -1,0 +1,287 @@
+"""fully_shard in static mode trains bit for bit as in Eager, on plain tensors."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from plan_api import (
+    Plan,
+    StaticError,
+    deferred_init,
+    generate_static,
+    installed,
+    parallelize,
+    zoo,
+)
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
+from testkit.inspection.dtensor_operators import DTensorOperators
+from testkit.models import TwoLinears
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING),
+]
+
+LAYER = r"model\.layers\.\d+"
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout": 0.1}
+
+llama = partial(models.llama, **HEADS)
+mixtral = partial(models.mixtral, **HEADS)
+
+
+def _llama(mesh, granularity="rows(2)", layer=LAYER, **options):
+    plan = zoo.llama(mesh, dp="dp", sp=mesh.size(1) > 1)
+    return plan.fully_shard(layer, "dp", granularity, **options).fully_shard("", "dp", **options)
+
+
+def _gpt2(mesh):
+    """The biases of row-parallel projections are Partial while their modules run."""
+    plan = zoo.gpt2(mesh, dp="dp", sp=mesh.size(1) > 1)
+    return plan.fully_shard(r"transformer\.h\.\d+", "dp").fully_shard("", "dp")
+
+
+def _mixtral(mesh, ep=None):
+    plan = zoo.mixtral(mesh, dp="dp", sp=mesh.size(1) > 1, ep=ep)
+    return plan.fully_shard(LAYER, "dp").fully_shard("", "dp")
+
+
+def _layers_only(mesh):
+    """Embeddings, the last norm and the head are replicated along dp, and reduced by plan-api."""
+    return zoo.llama(mesh, dp="dp", sp=mesh.size(1) > 1).fully_shard(LAYER, "dp", "block(8)")
+
+
+def _fallback(mesh):
+    """MLPs run on DTensors."""
+    mlp = rf"{LAYER}\.mlp"
+    return _llama(mesh).annotate(f"{mlp}.<in>", Shard(0), "dp").eager(mlp)
+
+
+CASES = {
+    "llama": (llama, _llama),
+    "llama, whole": (llama, partial(_llama, granularity="whole", reshard_after_forward=False)),
+    "llama, layers only": (llama, _layers_only),
+    "llama, tied": (partial(llama, tie_word_embeddings=True), _llama),
+    "llama, an eager fallback": (llama, _fallback),
+    "gpt2": (models.gpt2, _gpt2),
+    "mixtral": (mixtral, _mixtral),
+    "mixtral, experts divided along dp": (mixtral, partial(_mixtral, ep="dp")),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model.
+
+    Attributes:
+        losses: of each step.
+        norms: of the gradients, before they were clipped.
+        params: this rank's local tensors, by name.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    params: dict[str, torch.Tensor]
+
+    def differences(self, other):
+        """Returns what differs in any bit."""
+        assert self.params.keys() == other.params.keys()
+        params = [name for name, one in self.params.items() if not one.equal(other.params[name])]
+        scalars = [
+            name for name in ("losses", "norms") if getattr(self, name) != getattr(other, name)
+        ]
+        return scalars + params
+
+
+def _scalar(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).item()
+
+
+def _train(model, steps=4, microbatches=1, optimizer=None):
+    """A training script, which does not know the mode."""
+    torch.manual_seed(2)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, norms = [], []
+    for _ in range(steps):
+        for number in range(microbatches):
+            if microbatches > 1:
+                model.set_requires_gradient_sync(number == microbatches - 1)
+            loss = models.token_loss(model)
+            loss.backward()
+            losses.append(_scalar(loss))
+        norms.append(_scalar(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    local = {name: param.detach().to_local() for name, param in model.named_parameters()}
+    return Trained(losses, norms, local)
+
+
+def _both_modes(make, plan, guard_steps=0, **options):
+    eager = _train(parallelize(make(), plan), **options)
+    static = parallelize(make(), plan, mode="static", guard_steps=guard_steps)
+    return eager.differences(_train(static, **options)), eager.losses
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)], ids=["FSDP", "FSDP x TP + SP"])
+def test_static_mode_trains_bit_for_bit_as_eager(shape):
+    """With dropout, clipping and AdamW; the first step is compared with Eager by the guard, too."""
+
+    def check():
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        return {
+            name: _both_modes(make, plan(mesh), guard_steps=None)
+            for name, (make, plan) in CASES.items()
+        }
+
+    for found in run_ranks(check, shape[0] * shape[1], timeout=580):
+        for name, (differences, losses) in found.items():
+            assert differences == [], name
+            assert losses[-1] != losses[0], name
+
+
+def test_replicas_microbatches_and_deferred_parameters_train_bit_for_bit_as_in_eager():
+    """HSDP by ``replicate=`` and by two axes; accumulation, also of an unsharded model."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+        two_axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "dp"))
+        hsdp = zoo.llama(two_axes, tp=None, dp=("replica", "dp"))
+        for path in (LAYER, ""):
+            hsdp.fully_shard(path, ("replica", "dp"))
+        unsharded = _llama(mesh, granularity=None, reshard_after_forward=False)
+        deferred = partial(deferred_init, llama)
+        return {
+            "HSDP": _both_modes(llama, _llama(mesh, replicate=2)),
+            "HSDP on two axes": _both_modes(llama, hsdp),
+            "accumulation": _both_modes(llama, _llama(mesh), microbatches=2),
+            "accumulation, HSDP": _both_modes(llama, _llama(mesh, replicate=2), microbatches=2),
+            "accumulation, not resharded": _both_modes(llama, unsharded, microbatches=2),
+            "deferred": _both_modes(deferred, _llama(mesh), guard_steps=None),
+        }, _both_modes(llama, _llama(mesh))
+
+    for found, (_, not_deferred) in run_ranks(check, 4, timeout=580):
+        for name, (differences, losses) in found.items():
+            assert differences == [], name
+            assert losses[-1] != losses[0], name
+        assert found["deferred"][1] == not_deferred
+
+
+def test_no_operator_takes_a_dtensor_and_modules_have_plain_parameters_while_they_run():
+    """In forward, backward, optimizer and zero_grad of three steps; in Eager hundreds do."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        counted, are_dtensors = {}, {}
+        for mode in ("eager", "static"):
+            model = parallelize(llama(), _llama(mesh), mode=mode, guard_steps=0)
+            module, seen = model.model.layers[0].mlp.down_proj, are_dtensors.setdefault(mode, [])
+            module.register_forward_hook(
+                lambda own, _, __, seen=seen: seen.append(isinstance(own.weight, DTensor))
+            )
+            optimizer = torch.optim.AdamW(model.parameters())
+            for _ in range(3):
+                with DTensorOperators() as operators:
+                    models.token_loss(model).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            counted[mode] = operators.counts
+            between_steps = (module.weight, optimizer.state[module.weight]["exp_avg"])
+            assert all(isinstance(tensor, DTensor) for tensor in between_steps)
+        return counted, are_dtensors
+
+    for counted, are_dtensors in run_ranks(check, 4, timeout=580):
+        assert counted["static"] == {}
+        assert counted["eager"].total() > 500
+        assert are_dtensors == {"eager": [True] * 3, "static": [False] * 3}
+
+
+def test_the_guard_refuses_a_wrong_gradient_and_changes_nothing():
+    """Between microbatches, too: gradients that are accumulated stay as they are."""
+
+    def wrong(mesh):
+        """The gradient of a norm that sequence parallelism makes Partial."""
+        norm = rf"{LAYER}\.input_layernorm\.weight\.grad"
+        return _llama(mesh).annotate(norm, Replicate(), "tp")
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        with pytest.raises(
+            StaticError, match=r"gradient of model.layers.0.input_layernorm"
+        ) as error:
+            models.token_loss(parallelize(llama(), wrong(mesh), mode="static"))
+        ends = []
+        for checks in (False, True):
+            model = parallelize(llama(), _llama(mesh), mode="static", guard_steps=0)
+            torch.manual_seed(1)
+            batch = torch.randint(0, models.VOCABULARY, (4, 8))
+            for number in range(3):
+                model.set_requires_gradient_sync(number == 2)
+                model(input_ids=batch, labels=batch).loss.backward()
+                if checks:
+                    assert installed(model).check(input_ids=batch, labels=batch) == ()
+            assert all(isinstance(param, DTensor) for param in model.parameters())
+            grads = {name: param.grad.to_local() for name, param in model.named_parameters()}
+            ends.append(grads)
+            after = _train(model)
+            ends.append(after.params)
+        return error.value.site, [
+            name
+            for one, other in zip(ends[:2], ends[2:], strict=True)
+            for name in one
+            if not one[name].equal(other[name])
+        ]
+
+    for site, unlike in run_ranks(check, 4, timeout=580):
+        assert site == "model.layers.0.input_layernorm.weight"
+        assert unlike == []
+
+
+def test_a_generated_plan_applies_fully_shard():
+    """Generated on FakeTensors, from a model that takes no memory."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        plan = _llama(mesh)
+        batch = torch.randint(0, models.VOCABULARY, (4, 8))
+        inputs = {"input_ids": batch, "labels": batch}
+        static = generate_static(plan, llama(), inputs, fake=True)
+        eager = parallelize(llama(), plan)
+        with pytest.raises(ValueError, match="expected a model before fully_shard"):
+            generate_static(plan, eager, inputs, fake=True)
+        return _train(eager).differences(_train(parallelize(llama(), static, mode="static")))
+
+    assert run_ranks(check, 4, timeout=580) == [[]] * 4
+
+
+def test_a_model_on_meta_trains_after_its_parameters_are_loaded():
+    """Also where they are other objects, or have another dtype, than before."""
+
+    def train(model, optimizer):
+        for _ in range(3):
+            model(torch.ones(4, 4, dtype=model.up.weight.dtype)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach().to_local() for param in model.parameters()]
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        plan = Plan(mesh).shard("<in:x>", [Replicate(), Replicate()])
+        plan.shard(r"up\.(weight|bias)", Shard(0), "tp").fully_shard("", "dp")
+        plan.redistribute("up.<out>", Shard(1), Replicate(), "tp", grad_src=Replicate())
+        ends = []
+        for mode in ("eager", "static"):
+            state = parallelize(TwoLinears(), plan, mode=mode).state_dict()
+            with torch.device("meta"):
+                model = TwoLinears()
+            parallelize(model, plan, mode=mode)
+            model.load_state_dict(state, assign=True)
+            ends += train(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+            model.double()
+            ends += train(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+        half = len(ends) // 2
+        return [one.equal(other) for one, other in zip(ends[:half], ends[half:], strict=True)]
+
+    assert all(map(all, run_ranks(check, 4, timeout=580)))
