@@ -14,8 +14,7 @@ Note: the path of one step, for each group of a state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
@@ -31,7 +30,6 @@ __all__ = [
     "FSDPContext",
     "FSDPState",
     "TrainingState",
-    "all_unsharded",
     "state_of",
 ]
 
@@ -559,51 +557,6 @@ def state_of(module: nn.Module) -> FSDPState | None:
     """Returns the state of a module that was sharded; None for others."""
     state: FSDPState | None = module.__dict__.get(_STATE)
     return state
-
-
-@contextmanager
-def all_unsharded(model: nn.Module) -> Iterator[None]:
-    """Keeps the parameters of all states of a model unsharded, and reduces no gradients.
-
-    What a pass that raises leaves behind is forgotten, as by `FSDPState.reset`.
-
-    Args:
-        model: that contains the modules of the states; all ranks call it.
-    """
-    states = list(dict.fromkeys(filter(None, map(state_of, model.modules()))))
-    for state in states:
-        if state.is_root is None:  # it makes settings that are restored below
-            state._lazy_init()
-    groups = [group for state in states for group in state.groups]
-    settings = [
-        (
-            group.reshard_after_forward,
-            group.reshard_after_backward,
-            group.reduce_scatter.reduce_grads,
-        )
-        for group in groups
-    ]
-    for state in states:
-        state.context.streams.all_gather_waits()
-        state.unshard()
-    for group in groups:
-        group.reshard_after_forward = group.reshard_after_backward = False
-        group.reduce_scatter.reduce_grads = False
-    try:
-        yield
-    except BaseException:
-        for state in states:
-            if state.is_root:
-                state.reset()
-        raise
-    finally:
-        for group, (after_forward, after_backward, reduce_grads) in zip(
-            groups, settings, strict=True
-        ):
-            group.reshard_after_forward = after_forward
-            group.reshard_after_backward = after_backward
-            group.reduce_scatter.reduce_grads = reduce_grads
-            group.reshard()
 
 
 def _check_settings(name: str, context: FSDPContext, root: FSDPContext) -> None:
