@@ -47,7 +47,7 @@ def test_ignored_params_are_not_sharded():
 def test_a_model_is_unsharded_within_a_block_and_reduces_nothing():
     """Settings, accumulated gradients and the next steps are as without it, if it raises too."""
 
-    class Passed(Exception):
+    class VisitError(Exception):
         pass
 
     def train(visits):
@@ -61,7 +61,7 @@ def test_a_model_is_unsharded_within_a_block_and_reduces_nothing():
             model.set_requires_gradient_sync(step % 2 == 1)
             if visits:
                 visit = fully_shard.unsharded(model)
-                with contextlib.suppress(Passed), visit, CommLog() as log:
+                with contextlib.suppress(VisitError), visit, CommLog() as log:
                     shapes = [tuple(param.shape) for param in model.parameters()]
                     assert shapes == [(4, 4), (4,)] * 2
                     assert not any(isinstance(param, DTensor) for param in model.parameters())
@@ -70,7 +70,7 @@ def test_a_model_is_unsharded_within_a_block_and_reduces_nothing():
                     assert [tuple(grad.shape) for grad in grads] == shapes
                     if step == 2:
                         model(x)
-                        raise Passed
+                        raise VisitError
                 assert log.calls == ()
                 assert all(isinstance(param, DTensor) for param in model.parameters())
             with CommLog() as log:

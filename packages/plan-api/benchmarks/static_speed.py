@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor_rules
+from fsdp import fully_shard
 from integration.models.dit import DiffusionLoss, DiT
 from plan_api import parallelize, zoo
 from testkit import fake_mesh, models, run_ranks
@@ -56,7 +57,10 @@ def build(name, kind, mesh, use=None, **options):
         model = parallelize(
             model, plan, mode="static" if kind == "static" else "eager", guard_steps=0, use=use
         )
-    batch = _batch(name)
+    return _step_of(name, model, _batch(name))
+
+
+def _step_of(name, model, batch):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step():
@@ -126,6 +130,8 @@ def rows():
             *(_on_fake_mesh(name) for name in ("llama", "mixtral", "dit")),
             *(_on_two(name) for name in ("llama", "mixtral", "dit")),
             _fused_on_two(),
+            _fully_sharded_on_fake_mesh(),
+            _fully_sharded_on_four(),
         ]
 
 
@@ -190,6 +196,52 @@ def _rank_fused(rounds=8):
     one_by_one = ("dist-rng", "dtensor-rules")
     steps["static"] = build("llama", "static", mesh, use=one_by_one, dp="dp")
     return _interleaved(steps, time.perf_counter_ns, rounds), None
+
+
+def _fully_sharded_on_fake_mesh(rounds=12):
+    with fake_mesh((2, RANKS // 2), ("dp", "tp")) as mesh, _one_core():
+        steps = {kind: build_fully_sharded(kind, mesh) for kind in ("hand", "static")}
+        times = _interleaved(steps, time.thread_time_ns, rounds)
+    return _fully_sharded_row("dp 2 x tp 4 on simulated ranks", times, min)
+
+
+def _fully_sharded_on_four():
+    times, *_ = run_ranks(_rank_fully_sharded, 4, timeout=300)
+    return _fully_sharded_row("dp 2 x tp 2 on gloo ranks", times, statistics.median)
+
+
+def _rank_fully_sharded(rounds=8):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    steps = {kind: build_fully_sharded(kind, mesh) for kind in ("hand", "static")}
+    for _ in range(3):
+        hand, static = (steps[kind]().detach().clone() for kind in ("hand", "static"))
+        dist.all_reduce(hand, group=mesh.get_group("dp"))  # of two halves of the batch
+        torch.testing.assert_close(hand / 2, static)
+    return _interleaved(steps, time.perf_counter_ns, rounds)
+
+
+def build_fully_sharded(kind, mesh):
+    """As `build`, of LLaMA under fully_shard; by hand it gets its half of the batch."""
+    model, batch, layer = _model("llama"), _batch("llama"), r"model\.layers\.\d+"
+    if kind == "hand":
+        model = by_hand(model, mesh["tp"])
+        for one in (*model.model.layers, model):
+            fully_shard(one, mesh=mesh["dp"])
+        half = mesh.get_local_rank("dp")
+        batch = {name: tensor.chunk(2)[half] for name, tensor in batch.items()}
+    else:
+        plan = zoo.llama(mesh, dp="dp").fully_shard(layer, "dp").fully_shard("", "dp")
+        model = parallelize(model, plan, mode="static", guard_steps=0)
+    return _step_of("llama", model, batch)
+
+
+def _fully_sharded_row(ranks, times, typical):
+    hand, static = (typical(times[kind]) for kind in ("hand", "static"))
+    return {
+        "case": f"LLaMA, fully_shard, {ranks}", "hand_ms": round(hand, 2),
+        "static_ms": round(static, 2), "static_times_hand": round(static / hand, 3),
+        "most_static": MOST, "met": "yes" if static / hand <= MOST else "no",
+    }  # fmt: skip
 
 
 def _interleaved(steps, clock, rounds, turns=12, warmup=3):

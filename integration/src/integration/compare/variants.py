@@ -127,6 +127,7 @@ PRODUCTS: tuple[Variant, ...] = (
     _plan("plan-tp-sp-loss", 2, tp=2, sp=True, loss_parallel=True),
     _plan("plan-hsdp", 4, dp_replicate=2, dp_shard=2),
     _plan("plan-fsdp-tp", 4, dp_shard=2, tp=2),
+    _plan("plan-fsdp-tp-sp-static", 4, dp_shard=2, tp=2, sp=True, static=True),
     _plan("plan-dp-tp-sp", 4, dp_replicate=2, tp=2, sp=True),
     _plan("plan-dp-tp-sp-static", 4, dp_replicate=2, tp=2, sp=True, static=True),
     _context("plan-cp-ring", 2),

@@ -26,7 +26,7 @@ _NAMES = (
     *("titan-tp-sp-loss", "titan-fsdp-tp-sp-loss", "titan-fsdp-tp-sp"),
     *("pp-GPipe", "pp-1F1B", "pp-Interleaved1F1B"),
     *("pp-InterleavedZeroBubble", "pp-ZBVZeroBubble", "pp-DualPipeV"),
-    *("pp-1F1B-ddp", "pp-1F1B-fsdp", "pp-1F1B-plan-tp-sp"),
+    *("pp-1F1B-ddp", "pp-1F1B-fsdp", "pp-1F1B-plan-tp-sp", "plan-fsdp-tp-sp-static"),
 )
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp import api
 from fsdp.mesh.granularity import Block, Granularity, Rows, Whole
+from fsdp.param_group import FSDPParamGroup
 from fsdp.state import state_of
 
 __all__ = ["fully_shard"]
@@ -62,17 +64,61 @@ class _FullyShard:
             ignored_params=set(ignored_params),
         )
 
-    def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
+    @contextmanager
+    def unsharded(self, model: nn.Module) -> Iterator[None]:
         """Gathers all parameters of a model, and reduces no gradients, inside of the block.
 
         Modules have their unsharded parameters in it, and may run forward and backward, as to
-        compare them with others. Gradients that were accumulated before stay as they are, unless
-        the block raises.
+        compare them with others. Gradients that were accumulated before stay as they are; if the
+        block raises they are dropped, as by `FSDPModule.reset_iter_state`.
 
         Args:
             model: with the modules of a plan; all ranks call it, as parameters are gathered.
         """
-        return _all_unsharded(model)
+        states = list(dict.fromkeys(filter(None, map(state_of, model.modules()))))
+        for state in states:
+            if state.is_root is None:  # it makes settings that are restored below
+                state._lazy_init()
+        groups = [group for state in states for group in state.groups]
+        settings = [_Settings.of(group) for group in groups]
+        for state in states:
+            state.context.streams.all_gather_waits()
+            state.unshard()
+        for group in groups:
+            _Settings(False, False, False).set(group)
+        try:
+            yield
+        except BaseException:
+            for state in states:
+                if state.is_root:
+                    state.reset()
+            raise
+        finally:
+            for group, before in zip(groups, settings, strict=True):
+                before.set(group)
+                group.reshard()
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a group does after a forward and a backward."""
+
+    reshards_after_forward: bool
+    reshards_after_backward: bool
+    reduces_grads: bool
+
+    @classmethod
+    def of(cls, group: FSDPParamGroup) -> _Settings:
+        return cls(
+            group.reshard_after_forward,
+            group.reshard_after_backward,
+            group.reduce_scatter.reduce_grads,
+        )
+
+    def set(self, group: FSDPParamGroup) -> None:
+        group.reshard_after_forward = self.reshards_after_forward
+        group.reshard_after_backward = self.reshards_after_backward
+        group.reduce_scatter.reduce_grads = self.reduces_grads
 
 
 fully_shard = _FullyShard()
@@ -87,48 +133,3 @@ def _granularity(text: str) -> Granularity:
             f"got {text!r}"
         )
     return Whole() if found[1] is None else Rows(count) if found[1] == "rows" else Block(count)
-
-
-@contextmanager
-def _all_unsharded(model: nn.Module) -> Iterator[None]:
-    """Keeps the parameters of all states of a model unsharded, and reduces no gradients.
-
-    What a pass that raises leaves behind is forgotten, as by `FSDPState.reset`.
-
-    Args:
-        model: that contains the modules of the states; all ranks call it.
-    """
-    states = list(dict.fromkeys(filter(None, map(state_of, model.modules()))))
-    for state in states:
-        if state.is_root is None:  # it makes settings that are restored below
-            state._lazy_init()
-    groups = [group for state in states for group in state.groups]
-    settings = [
-        (
-            group.reshard_after_forward,
-            group.reshard_after_backward,
-            group.reduce_scatter.reduce_grads,
-        )
-        for group in groups
-    ]
-    for state in states:
-        state.context.streams.all_gather_waits()
-        state.unshard()
-    for group in groups:
-        group.reshard_after_forward = group.reshard_after_backward = False
-        group.reduce_scatter.reduce_grads = False
-    try:
-        yield
-    except BaseException:
-        for state in states:
-            if state.is_root:
-                state.reset()
-        raise
-    finally:
-        for group, (after_forward, after_backward, reduce_grads) in zip(
-            groups, settings, strict=True
-        ):
-            group.reshard_after_forward = after_forward
-            group.reshard_after_backward = after_backward
-            group.reduce_scatter.reduce_grads = reduce_grads
-            group.reshard()

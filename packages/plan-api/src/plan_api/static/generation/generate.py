@@ -80,8 +80,9 @@ def generate_static(
     Raises:
         ValueError: the plan has options that static mode does not support (phases, context
             parallelism, factories that shard), the model does not take these inputs, or fully_shard
-            has been applied to it; raised before anything is run or sent. Or no module smaller than the model could run on
-            DTensors; names module, operator and placements, as the warning would.
+            has been applied to it; raised before anything is run or sent. Or no module smaller than
+            the model could run on DTensors; names module, operator and placements, as the warning
+            would.
     """
     args, kwargs = _check_inputs(model, example_inputs)
     problems = [
