@@ -17,6 +17,7 @@ from plan_api.plan import Plan
 from plan_api.spec.path import generalize_numbers
 from plan_api.static.comparison import StaticError
 from plan_api.static.eager_fallback import smallest_fallback, widen_fallbacks
+from plan_api.static.generation.communication import trace_plan
 from plan_api.static.generation.entries import (
     GeneratedEntry,
     generate_entries,
@@ -24,7 +25,7 @@ from plan_api.static.generation.entries import (
     plan_with_entries,
 )
 from plan_api.static.generation.suggestions import suggest_entries
-from plan_api.static.generation.trace import EagerTrace, trace_eager_step
+from plan_api.static.generation.trace import EagerTrace
 from plan_api.static.shadow_model import FakeTensorFactory, shadow_of
 from plan_api.static.validate import unsupported_options
 
@@ -179,12 +180,9 @@ def _generate(
     """Adds to a plan what steps of Eager show, until they show nothing new."""
     generated = plan
     for _ in range(_MOST_STEPS):
-        eager = parallelize(shadow_of(model), generated, src_data_rank=None, use=use)
-        lowered = installed(eager).lowered
-        installed(eager).remove()
-        trace = trace_eager_step(eager, lowered, plan.mesh, args, kwargs)
+        lowered, trace = trace_plan(generated, model, args, kwargs, use)
         before = generated
-        generated = plan_with_entries(plan, generate_entries(eager, lowered, trace), model)
+        generated = plan_with_entries(plan, generate_entries(model, lowered, trace), model)
         if generated.entries == before.entries:
             break
     return generated, lowered, trace

@@ -22,6 +22,7 @@ from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.hooks import SiteCoverage
 from plan_api.runtime.redistribute import Redistribution
 from plan_api.static.comparison import loss_gradients, preserved_state
+from plan_api.static.generation.tensor_uses import Place, SharedTensor, TensorUses
 
 __all__ = ["EagerTrace", "FunctionCall", "TensorTrace", "trace_eager_step"]
 
@@ -44,6 +45,12 @@ class TensorTrace:
     after: Placements
     grad_before: Placements | None = None
     grad_after: Placements | None = None
+
+    @property
+    def reduces_gradient(self) -> bool:
+        """Whether a gradient that is Partial before the site is reduced after it."""
+        pairs = zip(self.grad_before or (), self.grad_after or (), strict=False)
+        return any(before.is_partial() and not after.is_partial() for before, after in pairs)
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class EagerTrace:
         params: how gradients of parameters were placed.
         calls: calls of functions whose result depends on the global tensor.
         results: how the outputs of the model were placed, by name or number.
+        tensors: those that require a gradient, with the modules and functions that take them.
     """
 
     sites: dict[_Argument, TensorTrace] = field(default_factory=dict)
@@ -86,6 +94,17 @@ class EagerTrace:
     params: dict[str, Placements] = field(default_factory=dict)
     calls: list[FunctionCall] = field(default_factory=list)
     results: dict[str, Placements] = field(default_factory=dict)
+    tensors: list[SharedTensor] = field(default_factory=list)
+
+    def at_site(self, place: Place) -> TensorTrace | None:
+        """Returns what a site of the plan did with the tensor at a place."""
+        site = f"{place.path}.{place.hook_point.value}" if place.path else place.hook_point.value
+        return self.sites.get((site, place.index))
+
+    def is_reduced(self, shared: SharedTensor) -> bool:
+        """Whether a site of the plan, which made this tensor, reduces its gradient."""
+        made = (self.at_site(place) for place in shared.places)
+        return any(one is not None and one.reduces_gradient for one in made)
 
 
 def trace_eager_step(
@@ -124,10 +143,12 @@ def trace_eager_step(
         is_leaf = next(module.children(), None) is None and module._parameters
         if is_leaf or name in lowered.eager:
             handles += _trace_module(name, module, trace)
+    uses = TensorUses()
+    handles += uses.register_hooks(model)
     try:
         with preserved_state(model), torch.enable_grad():
             named = {n: param for n, param in model.named_parameters() if param.requires_grad}
-            with mode:
+            with mode, uses:
                 result = model(*args, **kwargs)
             grads = loss_gradients(result, list(named.values()))
     finally:
@@ -136,6 +157,7 @@ def trace_eager_step(
     for name, grad in zip(named, grads, strict=True):
         if isinstance(grad, DTensor):
             trace.params[name] = grad.placements
+    trace.tensors = uses.tensors
     parts = result.items() if isinstance(result, Mapping) else [("0", result)]
     for name, part in parts:
         if isinstance(part, DTensor):
