@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -17,7 +16,7 @@ from plan_api.plan import Plan
 from plan_api.spec.path import generalize_numbers
 from plan_api.static.comparison import StaticError
 from plan_api.static.eager_fallback import smallest_fallback, widen_fallbacks
-from plan_api.static.generation.communication import trace_plan
+from plan_api.static.generation.communication import check_inputs, planned_communication, trace_plan
 from plan_api.static.generation.entries import (
     GeneratedEntry,
     generate_entries,
@@ -46,14 +45,15 @@ def generate_static(
     example_inputs: tuple[Any, ...] | Mapping[str, Any],
     *,
     fake: bool = False,
+    communication: Literal["planned", "as written"] = "planned",
     use: Sequence[str] | None = None,
 ) -> Plan:
     """Generates a plan for static mode from a plan for Eager, by running steps of Eager.
 
     The generated plan adds, for each tensor that the plan redistributes, its current placement,
     and the placements of gradients; a gradient that becomes Partial is reduced where it does, as in
-    Megatron-LM. It is an ordinary plan, with the same effect in Eager. It is validated: a static
-    step has to compute Eager's bits.
+    Megatron-LM; once, where several modules share it (`plan_communication`). It is an ordinary
+    plan, with the same effect in Eager. It is validated: a static step has to compute Eager's bits.
 
     A module that cannot run on local tensors, such as one whose own code needs a redistribution
     between two operators, runs on DTensors (`Plan.eager`), with all modules of the same pattern;
@@ -70,6 +70,9 @@ def generate_static(
         fake: whether to run on FakeTensors, which take no memory, and to send nothing; model and
             inputs may be on ``meta``. Static mode is then validated by shapes only; values are
             left to the guard of `parallelize`.
+        communication: ``"planned"``: with the redistributions that `plan_communication` adds.
+            ``"as written"``: without them; each gradient is reduced at the module where it becomes
+            Partial.
         use: the optional packages to use while it runs; see `parallelize`, whose patches it
             installs.
 
@@ -77,12 +80,17 @@ def generate_static(
         a plan that `parallelize(model, plan, mode="static")` takes.
 
     Raises:
-        ValueError: the plan has options that static mode does not support (fully_shard, phases,
+        ValueError: ``communication`` has no such value; the plan has options that static mode does
+            not support (fully_shard, phases,
             context parallelism, factories that shard), or the model does not take these inputs;
             raised before anything is run or sent. Or no module smaller than the model could run on
             DTensors; names module, operator and placements, as the warning would.
     """
-    args, kwargs = _check_inputs(model, example_inputs)
+    if communication not in ("planned", "as written"):
+        raise ValueError(
+            f"generate_static: communication={communication!r} must be 'planned' or 'as written'"
+        )
+    args, kwargs = check_inputs("generate_static", model, example_inputs)
     problems = [
         str(unsupported_option) for unsupported_option in unsupported_options(lower(plan, model))
     ]
@@ -93,6 +101,8 @@ def generate_static(
         factory = FakeTensorFactory(plan.mesh.device_type)
         model = shadow_of(model, factory.fake)
         args, kwargs = factory.fake_inputs(args, kwargs)
+    if communication == "planned":
+        plan = planned_communication(plan, model, args, kwargs, use)
     fallbacks: dict[str, str] = {}  # patterns of modules that run on DTensors, and the reason
 
     def generate(changed: Plan) -> Plan:
@@ -145,29 +155,6 @@ def _can_generate(
     except (ValueError, RuntimeError, IndexError):  # of static mode, or of Eager under that plan
         return False
     return True
-
-
-def _check_inputs(
-    model: nn.Module, example_inputs: Any
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Returns positional and keyword arguments that the model's forward takes."""
-    if isinstance(example_inputs, Mapping):
-        args, kwargs = (), example_inputs
-    elif isinstance(example_inputs, (tuple, list)):
-        args, kwargs = tuple(example_inputs), {}
-    else:
-        raise ValueError(
-            f"generate_static: expected example_inputs as a tuple of arguments, or a dict of "
-            f"keyword arguments, got a {type(example_inputs).__name__}; wrap it"
-        )
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        raise ValueError(
-            f"generate_static: forward of {type(model).__name__} does not take these "
-            f"example_inputs: {error}"
-        ) from error
-    return args, kwargs
 
 
 def _generate(

@@ -1,7 +1,9 @@
 """Finds redistributions that several users of a tensor share, and gradients to reduce at once.
 
-Three things make a step of Eager communicate more than a person would write:
+Four things make a step of Eager communicate more than a person would write:
 
+- an output that is Partial meets an operator that needs its sum, for which DTensor scatters it, and
+  gathers it later: it is reduced where it arises;
 - a gradient that is Partial where it leaves a column parallel Linear meets the backward of a norm,
   for which DTensor scatters and later gathers it: it is reduced before that;
 - queries, keys and values take the same tensor, and each of their gradients is reduced: the sum
@@ -15,14 +17,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch.distributed.tensor import Replicate
+
 from plan_api.lowering.ir import HookPoint, Lowered, OpKind
+from plan_api.spec.path import generalize_numbers
 from plan_api.static.generation.entries import (
     GeneratedEntry,
     input_gradient_entries,
     redistribute_entry,
 )
 from plan_api.static.generation.tensor_uses import Place, SharedTensor
-from plan_api.static.generation.trace import EagerTrace
+from plan_api.static.generation.trace import EagerTrace, TensorTrace
 
 __all__ = ["SharedRedistribution", "shared_redistributions"]
 
@@ -49,6 +54,9 @@ def shared_redistributions(lowered: Lowered, trace: EagerTrace) -> list[SharedRe
         lowered: the plan, lowered.
         trace: of a step of Eager under it.
     """
+    outputs = _partial_outputs(lowered, trace)
+    if outputs:  # what follows them is placed otherwise afterwards
+        return outputs
     asked = _asked(lowered, trace)
     found: dict[Place, SharedRedistribution] = {}
     for shared in trace.tensors:
@@ -63,6 +71,22 @@ def shared_redistributions(lowered: Lowered, trace: EagerTrace) -> list[SharedRe
             entry = _entry_at(user, [entry], trace)
             found[user] = SharedRedistribution(user, entry, frozenset({user}))
     return list(found.values())
+
+
+def _partial_outputs(lowered: Lowered, trace: EagerTrace) -> list[SharedRedistribution]:
+    """Reduces the first Partial output that a function would reduce, in all layers alike."""
+    found: list[SharedRedistribution] = []
+    for place, before in trace.reduced_by_functions.items():
+        same = not found or generalize_numbers(place.path) == generalize_numbers(
+            found[0].place.path
+        )
+        if trace.at_site(place) is None and same:
+            after = tuple(Replicate() if one.is_partial() else one for one in before)
+            entry = redistribute_entry(
+                place.path, place.tensor, TensorTrace(before, after), lowered.lines_of(place.path)
+            )
+            found.append(SharedRedistribution(place, entry, frozenset()))
+    return found
 
 
 def _asked(lowered: Lowered, trace: EagerTrace) -> dict[Place, GeneratedEntry]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from plan_api.lowering.model_names import is_inside, positional_names
 
 __all__ = ["Place", "SharedTensor", "TensorUses"]
 
-_Inputs: TypeAlias = dict["Place", torch.Tensor]
+_Inputs: TypeAlias = dict["Place", DTensor]
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,12 @@ class SharedTensor:
         places: where a hook could replace it, in the order in which it passes them: outputs that
             return it, and inputs whose module gets it.
         uses: by functions, and by modules without children or with a hook on that input.
+        partial_from: by number of a mesh axis along which it is Partial, the output that was first.
     """
 
     places: list[Place] = field(default_factory=list)
     uses: list[_Use] = field(default_factory=list)
+    partial_from: dict[int, Place] = field(default_factory=dict)
 
     @property
     def users(self) -> set[Place]:
@@ -111,13 +113,20 @@ class SharedTensor:
 
 
 class TensorUses(TorchFunctionMode):
-    """Records the uses of tensors while it is active, around one call of a model."""
+    """Records the uses of tensors while it is active, around one call of a model.
+
+    Attributes:
+        reduced_by_functions: outputs of modules that are Partial, and that a function made another
+            tensor of which is not, for which DTensor reduced them; in the order in which it did.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._tensors: dict[int, tuple[torch.Tensor, SharedTensor]] = {}
+        self._tensors: dict[int, tuple[DTensor, SharedTensor]] = {}
         self._running: list[str] = []
         self._passed: list[_Inputs] = []  # as the running modules' callers pass them
+        self._outputs: dict[Place, DTensor] = {}
+        self.reduced_by_functions: dict[Place, DTensor] = {}
 
     @property
     def tensors(self) -> list[SharedTensor]:
@@ -141,12 +150,23 @@ class TensorUses(TorchFunctionMode):
         # Functions of autograd run without gradients; what they return is another tensor.
         if torch.is_grad_enabled() and any(map(_has_gradient, pytree.tree_leaves(result))):
             running = self._running[-1] if self._running else ""
+            results = [leaf for leaf in pytree.tree_leaves(result) if _has_gradient(leaf)]
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if _has_gradient(leaf):
                     self._of(leaf).uses.append(_Use(None, running))
+                    self._follow_partial(leaf, results)
         return result
 
-    def _of(self, tensor: torch.Tensor) -> SharedTensor:
+    def _follow_partial(self, tensor: DTensor, results: list[DTensor]) -> None:
+        """Follows a Partial tensor to what a function makes of it."""
+        for axis, place in self._of(tensor).partial_from.items():
+            still = [one for one in results if one.placements[axis].is_partial()]
+            for one in still:
+                self._of(one).partial_from.setdefault(axis, place)
+            if not still:
+                self.reduced_by_functions.setdefault(place, self._outputs[place])
+
+    def _of(self, tensor: DTensor) -> SharedTensor:
         return self._tensors.setdefault(id(tensor), (tensor, SharedTensor()))[1]
 
     def _enter(self, path: str, positional: list[str]) -> Callable[..., None]:
@@ -163,7 +183,10 @@ class TensorUses(TorchFunctionMode):
             for place, tensor in _inputs(path, positional, args, kwargs).items():
                 self._of(tensor).places.append(place)
                 if place in passed and passed[place] is not tensor:
-                    self._of(passed[place]).uses.append(_Use(place, around))
+                    before = self._of(passed[place])
+                    before.uses.append(_Use(place, around))
+                    if tensor.placements == passed[place].placements:
+                        self._of(tensor).partial_from = dict(before.partial_from)
 
         return hook
 
@@ -174,7 +197,11 @@ class TensorUses(TorchFunctionMode):
             parts = output if isinstance(output, (tuple, list)) else [output]
             for index, part in enumerate(parts):
                 if _has_gradient(part):
-                    self._of(part).places.append(Place(path, HookPoint.FORWARD, index))
+                    place, shared = Place(path, HookPoint.FORWARD, index), self._of(part)
+                    shared.places.append(place)
+                    for axis, placement in enumerate(part.placements):
+                        if placement.is_partial() and axis not in shared.partial_from:
+                            shared.partial_from[axis], self._outputs[place] = place, part
             if not path:  # the script gets what the model returns
                 for leaf in pytree.tree_leaves(dict(output) if _is_mapping(output) else output):
                     if _has_gradient(leaf):
@@ -198,5 +225,5 @@ def _is_mapping(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
-def _has_gradient(value: Any) -> bool:
+def _has_gradient(value: Any) -> TypeGuard[DTensor]:
     return isinstance(value, DTensor) and value.requires_grad
