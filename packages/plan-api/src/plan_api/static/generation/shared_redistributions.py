@@ -76,11 +76,10 @@ def shared_redistributions(lowered: Lowered, trace: EagerTrace) -> list[SharedRe
 def _partial_outputs(lowered: Lowered, trace: EagerTrace) -> list[SharedRedistribution]:
     """Reduces the first Partial output that a function would reduce, in all layers alike."""
     found: list[SharedRedistribution] = []
+    patterns = set()
     for place, before in trace.reduced_by_functions.items():
-        same = not found or generalize_numbers(place.path) == generalize_numbers(
-            found[0].place.path
-        )
-        if trace.at_site(place) is None and same:
+        patterns.add(generalize_numbers(place.path))
+        if trace.at_site(place) is None and len(patterns) == 1:
             after = tuple(Replicate() if one.is_partial() else one for one in before)
             entry = redistribute_entry(
                 place.path, place.tensor, TensorTrace(before, after), lowered.lines_of(place.path)
