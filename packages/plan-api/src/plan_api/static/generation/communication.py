@@ -44,7 +44,7 @@ def plan_communication(
     - the reduction of a Partial output, where it arises;
     - the reduction of a gradient that becomes Partial, once for all modules that share the tensor,
       as by Megatron-LM's ``f`` (Shoeybi et al., arXiv 1909.08053, figure 3);
-    - one gather of an input that several modules gather; it replaces theirs.
+    - one gather of an input that several modules gather, instead of their own.
 
     `Plan.explain` shows them with the lines of the plan that ask for them. They are placed at the
     input of the innermost module around those that share a tensor, or else at the output that it
