@@ -211,23 +211,25 @@ def test_gathers_of_several_modules_are_replaced_by_one(mesh):
 
 
 class Columns(nn.Module):
-    """Two Linears that are sharded by columns, and one that is not."""
+    """Two Linears."""
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c = (nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.a, self.b = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
 
     def forward(self, x):
         return self.a(x), self.b(x)
 
 
 class ParallelBlocks(nn.Module):
-    """Two modules take what a norm returns; a third one, or a sum, may take it too."""
+    """Two modules take what a norm returns; a replicated router, or a sum, may take it too."""
 
     def __init__(self, also=None):
         super().__init__()
         self.norm, self.left, self.right = nn.LayerNorm(16), Columns(), Columns()
         self.also = also
+        if also == "router":
+            self.router = nn.Linear(16, 16, bias=False)
 
     def forward(self, x):
         x = self.norm(x)
@@ -236,7 +238,7 @@ class ParallelBlocks(nn.Module):
         out = a * b + c * d
         if self.also == "sum":
             return (out + x).sum()
-        return (out.sum() + self.left.c(x).sum()) if self.also == "router" else out.sum()
+        return (out.sum() + self.router(x).sum()) if self.also == "router" else out.sum()
 
 
 def added_places(mesh, also):
@@ -248,6 +250,23 @@ def added_places(mesh, also):
 
 def test_a_gradient_is_reduced_at_the_output_that_all_users_take(mesh):
     assert added_places(mesh, None) == ["norm.<out:0>"]
+
+
+def test_a_gradient_is_reduced_at_an_output_in_static_mode_as_well(mesh):
+    """Once, though each of the four Linears below makes it Partial."""
+    plan = Plan(mesh).redistribute("<in>", R, R).shard(r"(left|right)\.(a|b)\.weight", S0)
+    plan.shard("<out>", R)
+    inputs = (torch.randn(4, 16),)
+    static = generate_static(plan, ParallelBlocks(), inputs, fake=True)
+    planned = plan_communication(plan, ParallelBlocks(), inputs)
+    for generated, mode in ((planned, "eager"), (static, "eager"), (static, "static")):
+        model = parallelize(
+            ParallelBlocks(), generated, mode=mode, guard_steps=0 if mode == "static" else None
+        )
+        with track(model) as record:
+            model(*inputs).backward()
+        found = Counter((one.name, one.bytes) for one in record.collectives)
+        assert found == {("all_reduce", 4): 1, ("all_reduce", 4 * 4 * 16): 1}, mode
 
 
 @pytest.mark.parametrize("also", ["sum", "router"])

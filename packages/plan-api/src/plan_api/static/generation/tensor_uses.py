@@ -90,25 +90,23 @@ class SharedTensor:
         Returns:
             the users by place; those that share no place are left out.
         """
-        inputs = [one for one in self.places if one.hook_point is HookPoint.FORWARD_PRE]
-        by_depth = sorted(inputs, key=lambda one: one.path.count("."))
-        inside = {
-            place: {use.user for use in self.uses if is_inside(use.running, place.path)}
-            for place in by_depth
-        }
-        everything = {use.user for use in self.uses}
-        # The innermost module around all of them, as a person would choose it.
-        for place in reversed(by_depth):
-            if inside[place] == everything == users:
-                return {place: users}
-        made = next((one for one in self.places if one.hook_point is HookPoint.FORWARD), None)
-        if everything == users and made is not None:
-            return {made: users}
         found: dict[Place, set[Place]] = {}
-        for place in by_depth:
-            served = {user for user in inside[place] if user is not None}
-            if served == inside[place] and served <= users - set().union(*found.values()):
-                found[place] = served
+        inputs = [one for one in self.places if one.hook_point is HookPoint.FORWARD_PRE]
+        for place in sorted(inputs, key=lambda one: one.path.count(".")):
+            inside = [use.user for use in self.uses if is_inside(use.running, place.path)]
+            served = {user for user in inside if user in users}
+            if not served or len(served) < len({*inside}):
+                continue  # something else takes it there
+            around = [other for other, others in found.items() if served & others]
+            if any(found[other] != served for other in around):
+                continue  # a module further out serves more
+            for other in around:  # the innermost module, as a person would choose it
+                del found[other]
+            found[place] = served
+        made = next((one for one in self.places if one.hook_point is HookPoint.FORWARD), None)
+        is_for_all = {use.user for use in self.uses} == users
+        if made is not None and is_for_all and users not in found.values():
+            return {made: users}
         return found
 
 
