@@ -1,7 +1,9 @@
 """The zoo's plan of a DiT: trained as on one device, in Eager and static mode, and validated."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +13,16 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from integration.models.dit import DiffusionLoss, DiT
 from integration.systems.zoo import with_noise_loss
-from plan_api import Plan, installed, lower, parallelize, zoo
+from plan_api import (
+    Plan,
+    generate_static,
+    installed,
+    lower,
+    parallelize,
+    plan_communication,
+    track,
+    zoo,
+)
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
 from testkit.inspection.dtensor_operators import DTensorOperators
 
@@ -235,6 +246,37 @@ def test_plans_of_a_dit_with_one_wrong_line_are_refused_in_the_first_step_by_sit
             assert found_site == site, name
             with pytest.raises(ValueError, match=pattern):
                 raise ValueError(message.replace("\n", " "))
+
+
+def _collectives(model):
+    noise_loss(model).backward()
+    model.zero_grad()
+    with track(model) as record:
+        noise_loss(model).backward()
+    return Counter((one.name, one.bytes) for one in record.collectives)
+
+
+def test_a_plan_without_reductions_of_gradients_communicates_as_the_one_with_them():
+    """Which is as by hand: 11 all-reduces and 3 all-gathers (packages/plan-api/benchmarks)."""
+    with fake_mesh((8,), ("tp",)) as mesh:
+        complete = zoo.dit(mesh).under("model")
+        written = without(without(complete, "(attn|mlp).<in>"), "adaLN_modulation\\.1.<in>")
+        make = partial(random_dit, hidden_size=64, num_heads=8)
+        images = torch.randn(4, 4, 8, 8)
+        numbers = torch.zeros(4, dtype=torch.int64)
+        batch = (images, numbers, numbers, images)
+        planned = plan_communication(written, make(), batch)
+        assert plan_communication(complete, make(), batch) is complete
+        by_hand = _collectives(parallelize(make(), complete))
+        assert Counter(name for name, _ in by_hand.elements()) == {
+            "all_reduce": 11,
+            "all_gather": 3,
+        }
+        assert _collectives(parallelize(make(), planned)) == by_hand
+        assert _collectives(parallelize(make(), written)) != by_hand
+        static = generate_static(written, make(), batch)
+        model = parallelize(make(), static, mode="static", guard_steps=0)
+        assert _collectives(model) == by_hand
 
 
 def test_heads_that_tp_does_not_divide_are_refused():

@@ -12,7 +12,7 @@ from plan_api.plan import Plan
 from plan_api.runtime.deferred_init import deferred_init
 from plan_api.spec.entry import Entry, Phase
 from plan_api.static.comparison import Difference, StaticError
-from plan_api.static.generation import generate_static
+from plan_api.static.generation import generate_static, plan_communication
 
 __all__ = [
     "Diff",
@@ -33,6 +33,7 @@ __all__ = [
     "installed",
     "lower",
     "parallelize",
+    "plan_communication",
     "track",
     "uninstall",
     "view",

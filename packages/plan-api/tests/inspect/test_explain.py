@@ -26,11 +26,11 @@ def plan_of(mesh):
 
 # The table of `plan_of`, with ? for the lines of this file.
 TABLE = """\
-site         hook         tensor   before  after          bytes  line
-layers.0     forward_pre  <in>:0           dp=S(0), tp=R         ?, ?
-layers.0     forward      <out>:0  tp=P    tp=S(1)               ?
-layers.0.up  init         bias             tp=R           32     ?
-layers.0.up  init         weight           tp=S(0)        64     ?
+site         hook         tensor   before  after          gradient  bytes  line
+layers.0     forward_pre  <in>:0           dp=S(0), tp=R                   ?, ?
+layers.0     forward      <out>:0  tp=P    tp=S(1)        tp=?->R          ?
+layers.0.up  init         bias             tp=R                     32     ?
+layers.0.up  init         weight           tp=S(0)                  64     ?
 layers.0.up.init:bias:0:shard(->S(0), tp) is overridden by \
 layers.0.up.init:bias:0:shard(->R, tp)"""
 

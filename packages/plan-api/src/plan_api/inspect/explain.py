@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.lowering.ir import HookPoint, OpKind, Override, SiteStep
 from plan_api.lowering.lower import lower
@@ -32,6 +33,8 @@ class ExplanationRow:
         tensor: its name there, with the number or name of the argument.
         before: the placement along each axis before the hook; empty where the plan does not say it.
         after: the placement along each axis after the hook.
+        gradient: the placements of its gradient along each axis, before and after the hook, where
+            the plan says them; ? for one that it does not say.
         bytes: the size of a parameter or buffer on this rank after the hook; empty for activations,
             whose size is known at run time.
         line: where the entry was written.
@@ -42,6 +45,7 @@ class ExplanationRow:
     tensor: str
     before: str
     after: str
+    gradient: str
     bytes: str
     line: str
 
@@ -136,7 +140,7 @@ def explain(plan: PlanEntries, model: nn.Module) -> Explanation:
             rows.append(
                 ExplanationRow(
                     site.path, site.hook_point.value, shown, _placements(step, plan, "src"),
-                    _placements(step, plan, "dst"), size, ", ".join(lines),
+                    _placements(step, plan, "dst"), _gradient(step, plan), size, ", ".join(lines),
                 )
             )  # fmt: skip
     return Explanation(tuple(rows), lowered.overrides)
@@ -174,6 +178,19 @@ def _placements(step: SiteStep, plan: PlanEntries, end: str) -> str:
     if end == "dst":
         shown += [f"{name}={v}" for move in step.moves.values() for name, v in move.options]
     return ", ".join(shown)
+
+
+def _gradient(step: SiteStep, plan: PlanEntries) -> str:
+    moves = [(axis, step.moves[axis]) for axis in plan.axes if axis in step.moves]
+    return ", ".join(
+        f"{axis}={_format(move.grad_src)}->{_format(move.grad_dst)}"
+        for axis, move in moves
+        if move.grad_src is not None or move.grad_dst is not None
+    )
+
+
+def _format(placement: Placement | None) -> str:
+    return "?" if placement is None else format_placement(placement)
 
 
 def _caption(overrides: tuple[Override, ...]) -> str | None:

@@ -353,3 +353,13 @@ class Lowered:
     def runs_on_dtensors(self, path: str) -> bool:
         """Whether a module or parameter stays on DTensors in static mode."""
         return any(is_inside(path, module) for module in self.eager)
+
+    def lines_of(self, path: str) -> tuple[str, ...]:
+        """Returns the lines of the plan that place the parameters of one module."""
+        lines = [
+            line
+            for name, schedule in self.schedules.items()
+            if name.rpartition(".")[0] == path
+            for line in schedule.lines
+        ]
+        return tuple(dict.fromkeys(lines))

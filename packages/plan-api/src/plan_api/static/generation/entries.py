@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -16,11 +16,12 @@ from plan_api.lowering.model_names import is_inside
 from plan_api.plan import Plan
 from plan_api.spec.entry import Entry, EntryKind
 from plan_api.spec.path import PathKind, generalize_numbers
+from plan_api.static.generation.tensor_uses import Place
 from plan_api.static.generation.trace import EagerTrace, FunctionCall, Placements, TensorTrace
 
 __all__ = [
-    "GeneratedEntry", "generate_entries", "generate_size_entries", "plan_with_entries",
-    "split_fully_shard",
+    "GeneratedEntry", "add_entries", "generate_entries", "generate_size_entries",
+    "input_gradient_entries", "plan_with_entries", "redistribute_entry", "split_fully_shard",
 ]  # fmt: skip
 
 
@@ -36,6 +37,7 @@ class GeneratedEntry:
         src: the same.
         grad_src: the same.
         grad_dst: the same.
+        lines: the lines of the plan that ask for it; (): those where it is added.
     """
 
     method: str
@@ -45,6 +47,7 @@ class GeneratedEntry:
     src: Placements | None = None
     grad_src: Placements | None = None
     grad_dst: Placements | None = None
+    lines: tuple[str, ...] = field(default=(), compare=False)
 
 
 def generate_entries(model: nn.Module, lowered: Lowered, trace: EagerTrace) -> list[GeneratedEntry]:
@@ -58,7 +61,7 @@ def generate_entries(model: nn.Module, lowered: Lowered, trace: EagerTrace) -> l
     entries = [*_site_entries(lowered, trace)]
     # Modules where the plan reduces the gradient: modules inside of them need not.
     reducing = {entry.path for entry in entries if _reduces_gradient(entry)}
-    entries += _input_gradient_entries(trace, lowered, reducing)
+    entries += input_gradient_entries(trace, lowered, reducing)
     entries += _bias_entries(trace, lowered, dict(model.named_parameters()))
     entries += _fallback_entries(trace, lowered, reducing)
     for name, placements in trace.params.items():
@@ -92,18 +95,29 @@ def _site_entries(lowered: Lowered, trace: EagerTrace) -> Iterator[GeneratedEntr
             if traced is None:
                 continue
             kind = "in" if site.hook_point is HookPoint.FORWARD_PRE else "out"
-            yield _redistribute_entry(site.path, f"<{kind}:{step.index}>", traced)
+            yield redistribute_entry(site.path, f"<{kind}:{step.index}>", traced, step.lines)
 
 
-def _redistribute_entry(path: str, tensor: str, traced: TensorTrace) -> GeneratedEntry:
+def redistribute_entry(
+    path: str, tensor: str, traced: TensorTrace, lines: tuple[str, ...] = ()
+) -> GeneratedEntry:
+    """Returns the entry that redistributes a tensor as a step did, and reduces its gradient.
+
+    Args:
+        path: of the module.
+        tensor: as in ``<in:0>``.
+        traced: the tensor at this site.
+        lines: of the plan.
+    """
     grad_src, grad_dst = [], []
     for axis, (src, dst) in enumerate(zip(traced.before, traced.after, strict=True)):
         grad = traced.grad_before
         grad_src.append(grad[axis] if grad is not None else _reduced_gradient(dst))
         grad_dst.append(_reduced_gradient(src))
     return GeneratedEntry(
-        "redistribute", path, tensor, traced.after, traced.before, tuple(grad_src), tuple(grad_dst)
-    )
+        "redistribute", path, tensor, traced.after, traced.before, tuple(grad_src), tuple(grad_dst),
+        lines,
+    )  # fmt: skip
 
 
 def _reduced_gradient(placement: Placement) -> Placement:
@@ -119,16 +133,27 @@ def _reduces_gradient(entry: GeneratedEntry) -> bool:
     return entry.grad_src is not None and any(one.is_partial() for one in entry.grad_src)
 
 
-def _input_gradient_entries(
-    trace: EagerTrace, lowered: Lowered, reducing: set[str]
+def input_gradient_entries(
+    trace: EagerTrace, lowered: Lowered, reducing: Collection[str]
 ) -> Iterator[GeneratedEntry]:
-    """Reduces gradients that become Partial inside of a module without children."""
+    """Reduces gradients that become Partial inside of a module without children.
+
+    Args:
+        trace: of a step.
+        lowered: the plan of the step.
+        reducing: the modules at whose inputs the plan reduces gradients.
+    """
     sites = {(site.path, site.hook_point) for site in lowered.sites}
+    reduced = {
+        user for shared in trace.tensors if trace.is_reduced(shared) for user in shared.users
+    }
     for (path, index), traced in trace.inputs.items():
         output = trace.outputs.get(path)
-        is_inside_reducing = any(f"{path}.".startswith(f"{one}.") for one in reducing)
+        is_covered = Place(path, HookPoint.FORWARD_PRE, index) in reduced or any(
+            f"{path}.".startswith(f"{one}.") for one in reducing
+        )
         is_known = lowered.runs_on_dtensors(path) or (path, HookPoint.FORWARD_PRE) in sites
-        if traced.grad_after is None or is_inside_reducing or is_known:
+        if traced.grad_after is None or is_covered or is_known:
             continue
         output_grad = output.grad_before if output is not None else None
         becomes_partial = [
@@ -147,7 +172,7 @@ def _input_gradient_entries(
                 )
             )
             moved = TensorTrace(traced.before, traced.before, grads)
-            yield _redistribute_entry(path, f"<in:{index}>", moved)
+            yield redistribute_entry(path, f"<in:{index}>", moved, lowered.lines_of(path))
 
 
 def _bias_entries(
@@ -215,6 +240,18 @@ def plan_with_entries(plan: Plan, entries: Iterable[GeneratedEntry], model: nn.M
     """
     new = Plan(plan.mesh, cover=plan.cover)
     new._entries = [entry for entry in plan.entries if _is_retained(entry)]
+    add_entries(new, entries, model)
+    return new
+
+
+def add_entries(plan: Plan, entries: Iterable[GeneratedEntry], model: nn.Module) -> None:
+    """Adds entries to a plan; equal ones of all layers become one entry with a pattern.
+
+    Args:
+        plan: is changed.
+        entries: to add.
+        model: the model of the plan.
+    """
     names = [name for name, _ in model.named_modules()]
     groups: dict[tuple[str, str, str], list[GeneratedEntry]] = {}
     for one in dict.fromkeys(entries):
@@ -223,11 +260,10 @@ def plan_with_entries(plan: Plan, entries: Iterable[GeneratedEntry], model: nn.M
         are_equal = len({replace(one, path="") for one in group}) == 1
         are_all = len(group) == sum(re.fullmatch(pattern, name) is not None for name in names)
         if are_equal and are_all:
-            _add(new, group[0], pattern)
+            _add(plan, group[0], pattern)
         else:
             for one in group:
-                _add(new, one, re.escape(one.path))
-    return new
+                _add(plan, one, re.escape(one.path))
 
 
 def split_fully_shard(plan: Plan) -> tuple[Plan, Plan]:
@@ -250,6 +286,12 @@ def _is_retained(entry: Entry) -> bool:
 
 
 def _add(plan: Plan, entry: GeneratedEntry, pattern: str) -> None:
+    _add_call(plan, entry, pattern)
+    if entry.lines:
+        plan._entries[-1] = replace(plan._entries[-1], line=", ".join(entry.lines))
+
+
+def _add_call(plan: Plan, entry: GeneratedEntry, pattern: str) -> None:
     separator = "." if entry.tensor.startswith("<") else r"\."
     path = f"{pattern}{separator}{entry.tensor}" if pattern else entry.tensor
     if entry.src is not None and entry.tensor.startswith("<"):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -17,6 +16,7 @@ from plan_api.plan import Plan
 from plan_api.spec.path import generalize_numbers
 from plan_api.static.comparison import StaticError
 from plan_api.static.eager_fallback import smallest_fallback, widen_fallbacks
+from plan_api.static.generation.communication import check_inputs, planned_communication, trace_plan
 from plan_api.static.generation.entries import (
     GeneratedEntry,
     generate_entries,
@@ -25,8 +25,8 @@ from plan_api.static.generation.entries import (
     split_fully_shard,
 )
 from plan_api.static.generation.suggestions import suggest_entries
-from plan_api.static.generation.trace import EagerTrace, trace_eager_step
-from plan_api.static.shadow_model import FakeTensorFactory, class_before_fully_shard, shadow_of
+from plan_api.static.generation.trace import EagerTrace
+from plan_api.static.shadow_model import FakeTensorFactory, shadow_of
 from plan_api.static.validate import unsupported_options
 
 __all__ = ["generate_static"]
@@ -46,15 +46,16 @@ def generate_static(
     example_inputs: tuple[Any, ...] | Mapping[str, Any],
     *,
     fake: bool = False,
+    communication: Literal["planned", "as written"] = "planned",
     use: Sequence[str] | None = None,
 ) -> Plan:
     """Generates a plan for static mode from a plan for Eager, by running steps of Eager.
 
     The generated plan adds, for each tensor that the plan redistributes, its current placement,
     and the placements of gradients; a gradient that becomes Partial is reduced where it does, as in
-    Megatron-LM. It is an ordinary plan, with the same effect in Eager. It is validated: a static
-    step has to compute Eager's bits. fully_shard is not applied for that: modules compute the same
-    with it.
+    Megatron-LM; once, where several modules share it (`plan_communication`). It is an ordinary
+    plan, with the same effect in Eager. It is validated: a static step has to compute Eager's bits.
+    fully_shard is not applied for that: modules compute the same with it.
 
     A module that cannot run on local tensors, such as one whose own code needs a redistribution
     between two operators, runs on DTensors (`Plan.eager`), with all modules of the same pattern;
@@ -71,6 +72,9 @@ def generate_static(
         fake: whether to run on FakeTensors, which take no memory, and to send nothing; model and
             inputs may be on ``meta``. Static mode is then validated by shapes only; values are
             left to the guard of `parallelize`.
+        communication: ``"planned"``: with the redistributions that `plan_communication` adds.
+            ``"as written"``: without them; each gradient is reduced at the module where it becomes
+            Partial.
         use: the optional packages to use while it runs; see `parallelize`, whose patches it
             installs.
 
@@ -78,13 +82,17 @@ def generate_static(
         a plan that `parallelize(model, plan, mode="static")` takes.
 
     Raises:
-        ValueError: the plan has options that static mode does not support (phases, context
-            parallelism, factories that shard), the model does not take these inputs, or fully_shard
-            has been applied to it; raised before anything is run or sent. Or no module smaller than
-            the model could run on DTensors; names module, operator and placements, as the warning
-            would.
+        ValueError: ``communication`` has no such value; the plan has options that static mode does
+            not support (phases, context parallelism, factories that shard), the model does not take
+            these inputs, or fully_shard has been applied to it; raised before anything is run or
+            sent. Or no module smaller than the model could run on DTensors; names module, operator
+            and placements, as the warning would.
     """
-    args, kwargs = _check_inputs(model, example_inputs)
+    if communication not in ("planned", "as written"):
+        raise ValueError(
+            f"generate_static: communication={communication!r} must be 'planned' or 'as written'"
+        )
+    args, kwargs = check_inputs("generate_static", model, example_inputs)
     problems = [
         str(unsupported_option) for unsupported_option in unsupported_options(lower(plan, model))
     ]
@@ -96,6 +104,8 @@ def generate_static(
         factory = FakeTensorFactory(plan.mesh.device_type)
         model = shadow_of(model, factory.fake)
         args, kwargs = factory.fake_inputs(args, kwargs)
+    if communication == "planned":
+        plan = planned_communication(plan, model, args, kwargs, use)
     fallbacks: dict[str, str] = {}  # patterns of modules that run on DTensors, and the reason
 
     def generate(changed: Plan) -> Plan:
@@ -150,34 +160,6 @@ def _can_generate(
     return True
 
 
-def _check_inputs(
-    model: nn.Module, example_inputs: Any
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Returns positional and keyword arguments that the model's forward takes."""
-    if any(class_before_fully_shard(module) for module in model.modules()):
-        raise ValueError(
-            "generate_static: expected a model before fully_shard, got one whose parameters it has "
-            "sharded; generate the plan from an unmodified model, which may be on meta (fake=True)"
-        )
-    if isinstance(example_inputs, Mapping):
-        args, kwargs = (), example_inputs
-    elif isinstance(example_inputs, (tuple, list)):
-        args, kwargs = tuple(example_inputs), {}
-    else:
-        raise ValueError(
-            f"generate_static: expected example_inputs as a tuple of arguments, or a dict of "
-            f"keyword arguments, got a {type(example_inputs).__name__}; wrap it"
-        )
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        raise ValueError(
-            f"generate_static: forward of {type(model).__name__} does not take these "
-            f"example_inputs: {error}"
-        ) from error
-    return args, kwargs
-
-
 def _generate(
     plan: Plan,
     model: nn.Module,
@@ -188,12 +170,9 @@ def _generate(
     """Adds to a plan what steps of Eager show, until they show nothing new."""
     generated = plan
     for _ in range(_MOST_STEPS):
-        eager = parallelize(shadow_of(model), generated, src_data_rank=None, use=use)
-        lowered = installed(eager).lowered
-        installed(eager).remove()
-        trace = trace_eager_step(eager, lowered, plan.mesh, args, kwargs)
+        lowered, trace = trace_plan(generated, model, args, kwargs, use)
         before = generated
-        generated = plan_with_entries(plan, generate_entries(eager, lowered, trace), model)
+        generated = plan_with_entries(plan, generate_entries(model, lowered, trace), model)
         if generated.entries == before.entries:
             break
     return generated, lowered, trace

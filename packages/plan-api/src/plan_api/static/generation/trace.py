@@ -16,12 +16,13 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from plan_api.eager import install_eager
-from plan_api.lowering.ir import Lowered, SiteStep
+from plan_api.lowering.ir import Lowered, OpKind, SiteStep
 from plan_api.lowering.model_names import positional_names
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.hooks import SiteCoverage
 from plan_api.runtime.redistribute import Redistribution
 from plan_api.static.comparison import loss_gradients, preserved_state
+from plan_api.static.generation.tensor_uses import Place, SharedTensor, TensorUses
 
 __all__ = ["EagerTrace", "FunctionCall", "TensorTrace", "trace_eager_step"]
 
@@ -44,6 +45,12 @@ class TensorTrace:
     after: Placements
     grad_before: Placements | None = None
     grad_after: Placements | None = None
+
+    @property
+    def reduces_gradient(self) -> bool:
+        """Whether a gradient that is Partial before the site is reduced after it."""
+        pairs = zip(self.grad_before or (), self.grad_after or (), strict=False)
+        return any(before.is_partial() and not after.is_partial() for before, after in pairs)
 
 
 @dataclass(frozen=True)
@@ -73,11 +80,15 @@ class EagerTrace:
 
     Attributes:
         sites: tensors at sites, by the site's name and the step's index.
-        inputs: inputs of modules without children and of eager fallbacks, by path and argument.
+        inputs: inputs of modules without children, of local regions and of eager fallbacks, by path
+            and argument.
         outputs: outputs of the same modules.
         params: how gradients of parameters were placed.
         calls: calls of functions whose result depends on the global tensor.
         results: how the outputs of the model were placed, by name or number.
+        tensors: those that require a gradient, with the modules and functions that take them.
+        reduced_by_functions: how outputs are placed that are Partial until a function needs them
+            reduced, in the order of these functions.
     """
 
     sites: dict[_Argument, TensorTrace] = field(default_factory=dict)
@@ -86,6 +97,18 @@ class EagerTrace:
     params: dict[str, Placements] = field(default_factory=dict)
     calls: list[FunctionCall] = field(default_factory=list)
     results: dict[str, Placements] = field(default_factory=dict)
+    tensors: list[SharedTensor] = field(default_factory=list)
+    reduced_by_functions: dict[Place, Placements] = field(default_factory=dict)
+
+    def at_site(self, place: Place) -> TensorTrace | None:
+        """Returns what a site of the plan did with the tensor at a place."""
+        site = f"{place.path}.{place.hook_point.value}" if place.path else place.hook_point.value
+        return self.sites.get((site, place.index))
+
+    def is_reduced(self, shared: SharedTensor) -> bool:
+        """Whether a site of the plan, which made this tensor, reduces its gradient."""
+        made = (self.at_site(place) for place in shared.places)
+        return any(one is not None and one.reduces_gradient for one in made)
 
 
 def trace_eager_step(
@@ -116,18 +139,21 @@ def trace_eager_step(
         )
     ]  # fmt: skip
     mode = _FunctionTrace(trace)
+    local_regions = {op.path for op in lowered.ops if op.kind is OpKind.LOCAL}
     for name, module in model.named_modules():
         handles += [
             module.register_forward_pre_hook(mode.enter(name), prepend=True),
             module.register_forward_hook(mode.leave, always_call=True),
         ]
         is_leaf = next(module.children(), None) is None and module._parameters
-        if is_leaf or name in lowered.eager:
-            handles += _trace_module(name, module, trace)
+        if is_leaf or name in lowered.eager or name in local_regions:
+            handles += _trace_module(name, module, trace, before_all=name in local_regions)
+    uses = TensorUses()
+    handles += uses.register_hooks(model)
     try:
         with preserved_state(model), torch.enable_grad():
             named = {n: param for n, param in model.named_parameters() if param.requires_grad}
-            with mode:
+            with mode, uses:
                 result = model(*args, **kwargs)
             grads = loss_gradients(result, list(named.values()))
     finally:
@@ -136,6 +162,11 @@ def trace_eager_step(
     for name, grad in zip(named, grads, strict=True):
         if isinstance(grad, DTensor):
             trace.params[name] = grad.placements
+    trace.tensors = uses.tensors
+    trace.reduced_by_functions = {
+        place: _plain_partials(output.placements)
+        for place, output in uses.reduced_by_functions.items()
+    }
     parts = result.items() if isinstance(result, Mapping) else [("0", result)]
     for name, part in parts:
         if isinstance(part, DTensor):
@@ -189,7 +220,10 @@ class _TraceGradient(torch.autograd.Function):
         return grads[0], None, None
 
 
-def _trace_module(path: str, module: nn.Module, trace: EagerTrace) -> list[Any]:
+def _trace_module(
+    path: str, module: nn.Module, trace: EagerTrace, *, before_all: bool
+) -> list[Any]:
+    """Traces the inputs and the output of a module; of a local region, before it is entered."""
     places = positional_names(module)
 
     def trace_input(index: int | str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -220,7 +254,7 @@ def _trace_module(path: str, module: nn.Module, trace: EagerTrace) -> list[Any]:
         return _TraceGradient.apply(output, traced, "grad_before")  # type: ignore[no-untyped-call]
 
     return [
-        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=before_all),
         module.register_forward_hook(after, prepend=True),
     ]
 

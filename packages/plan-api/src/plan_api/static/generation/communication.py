@@ -1,0 +1,199 @@
+"""Plans the communication of a step as a person would write it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from plan_api.api import installed, parallelize
+from plan_api.lowering.ir import Lowered
+from plan_api.lowering.lower import lower
+from plan_api.plan import Plan
+from plan_api.spec.entry import Entry
+from plan_api.static.generation.entries import GeneratedEntry, add_entries, split_fully_shard
+from plan_api.static.generation.shared_redistributions import shared_redistributions
+from plan_api.static.generation.tensor_uses import Place
+from plan_api.static.generation.trace import EagerTrace, trace_eager_step
+from plan_api.static.shadow_model import FakeTensorFactory, class_before_fully_shard, shadow_of
+
+__all__ = ["check_inputs", "plan_communication", "planned_communication", "trace_plan"]
+
+_MOST_STEPS = 16  # a redistribution changes how the gradients of earlier layers are placed
+
+
+def plan_communication(
+    plan: Plan,
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any],
+    *,
+    fake: bool = True,
+    use: Sequence[str] | None = None,
+) -> Plan:
+    """Adds to a plan the redistributions that a person would write, by running steps of Eager.
+
+    In Eager, a plan that only shards weights communicates more than by hand: DTensor scatters
+    Partial tensors for an operator and gathers them for the next one, and each of several modules
+    that take one tensor gathers it, and has its gradient reduced. The plan that is returned has
+    entries for
+
+    - the reduction of a Partial output, where it arises;
+    - the reduction of a gradient that becomes Partial, once for all modules that share the tensor,
+      as by Megatron-LM's ``f`` (Shoeybi et al., arXiv 1909.08053, figure 3);
+    - one gather of an input that several modules gather, instead of their own.
+
+    `Plan.explain` shows them with the lines of the plan that ask for them. They are placed at the
+    input of the innermost module around those that share a tensor, or else at the output that it
+    comes from. A tensor that other modules or functions take as well is reduced at each module.
+    `generate_static` does the same by itself, so that both modes have the same collectives.
+
+    Args:
+        plan: for Eager; it is not changed. Its entries of `Plan.fully_shard` stay in it, and do not
+            apply to the steps.
+        model: unmodified; it is not changed.
+        example_inputs: of one step, as a tuple of arguments or a dict of keyword arguments; the
+            same on all ranks of the mesh.
+        fake: whether to run on FakeTensors, which take no memory, and to send nothing; model and
+            inputs may be on ``meta``. Models whose code depends on values, such as a loop over the
+            experts that tokens chose, need ``fake=False``.
+        use: the optional packages to use while it runs; see `parallelize`, whose patches it
+            installs.
+
+    Returns:
+        a plan for `parallelize`; the same object if it has all of these entries.
+
+    Raises:
+        ValueError: the plan does not fit the model, or the model does not take these inputs.
+    """
+    args, kwargs = check_inputs("plan_communication", model, example_inputs)
+    if fake:
+        factory = FakeTensorFactory(plan.mesh.device_type)
+        model = shadow_of(model, factory.fake)
+        args, kwargs = factory.fake_inputs(args, kwargs)
+    return planned_communication(plan, model, args, kwargs, use)
+
+
+def planned_communication(
+    plan: Plan,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    use: Sequence[str] | None,
+) -> Plan:
+    """Does what `plan_communication` does.
+
+    Args:
+        plan: for Eager.
+        model: unmodified, or a shadow model of FakeTensors.
+        args: the model's positional arguments.
+        kwargs: the model's keyword arguments.
+        use: see `parallelize`.
+    """
+    added: dict[Place, GeneratedEntry] = {}
+    superseded: set[Place] = set()
+    original, planned = lower(plan, model), plan
+    for _ in range(_MOST_STEPS):
+        lowered, trace = trace_plan(planned, model, args, kwargs, use)
+        found = shared_redistributions(lowered, trace)
+        if not found:
+            break
+        for one in found:
+            for user in one.users:
+                added.pop(user, None)
+            added[one.place] = one.entry
+            superseded |= {*one.users, one.place}
+        planned = Plan(plan.mesh, cover=plan.cover)
+        planned._entries = [*_entries_without(plan, original, superseded)]
+        number = len(planned._entries)
+        add_entries(planned, added.values(), model)
+        planned._entries[number:] = map(_of_changed_axes, planned._entries[number:])
+    return planned
+
+
+def check_inputs(
+    function: str, model: nn.Module, example_inputs: Any
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Returns positional and keyword arguments that the model's forward takes.
+
+    Args:
+        function: begins messages.
+        model: any.
+        example_inputs: a tuple of arguments, or a dict of keyword arguments.
+
+    Raises:
+        ValueError: they are neither, or forward does not take them; fully_shard has been applied to
+            the model.
+    """
+    if any(class_before_fully_shard(module) for module in model.modules()):
+        raise ValueError(
+            f"{function}: expected a model before fully_shard, got one whose parameters it has "
+            f"sharded; plan with an unmodified model, which may be on meta (fake=True)"
+        )
+    if isinstance(example_inputs, Mapping):
+        args, kwargs = (), example_inputs
+    elif isinstance(example_inputs, (tuple, list)):
+        args, kwargs = tuple(example_inputs), {}
+    else:
+        raise ValueError(
+            f"{function}: expected example_inputs as a tuple of arguments, or a dict of "
+            f"keyword arguments, got a {type(example_inputs).__name__}; wrap it"
+        )
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"{function}: forward of {type(model).__name__} does not take these "
+            f"example_inputs: {error}"
+        ) from error
+    return args, kwargs
+
+
+def trace_plan(
+    plan: Plan,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    use: Sequence[str] | None,
+) -> tuple[Lowered, EagerTrace]:
+    """Runs a step of Eager under a plan; returns what it shows, and the plan, lowered."""
+    without_fsdp, _ = split_fully_shard(plan)
+    eager = parallelize(shadow_of(model), without_fsdp, src_data_rank=None, use=use)
+    lowered = installed(eager).lowered
+    installed(eager).remove()
+    return lowered, trace_eager_step(eager, lowered, plan.mesh, args, kwargs)
+
+
+def _entries_without(plan: Plan, lowered: Lowered, places: Collection[Place]) -> Iterator[Entry]:
+    """Yields the entries of a plan without what they do at these places."""
+    for number, entry in enumerate(plan.entries):
+        ops = [
+            op
+            for op in lowered.ops
+            if op.entry.number == number and op.hook_point.is_module_hook and op.tensor[0] == "<"
+        ]
+        others = [op for op in ops if Place(op.path, op.hook_point, op.index) not in places]
+        if len(others) == len(ops):
+            yield entry
+            continue
+        for path in dict.fromkeys(op.path for op in others):
+            tensor = entry.path.text[entry.path.text.rindex("<") :]
+            pattern = re.escape(path)
+            yield replace(
+                entry, path=replace(entry.path, text=f"{pattern}.{tensor}", pattern=pattern)
+            )
+
+
+def _of_changed_axes(entry: Entry) -> Entry:
+    """Leaves out the axes along which an entry changes nothing."""
+    columns = (entry.axes, entry.src, entry.dst, entry.grad_src, entry.grad_dst)
+    rows = zip(*(column or () for column in columns), strict=True)
+    changed = [row for row in rows if row[1] != row[2] or row[3] != row[4]]
+    axes, src, dst, grad_src, grad_dst = zip(*changed, strict=True)
+    return replace(
+        entry, axes=axes, src=src, dst=dst, grad_src=grad_src, grad_dst=grad_dst,
+        line=f"added for {entry.line}" if "added for" not in entry.line else entry.line,
+    )  # fmt: skip

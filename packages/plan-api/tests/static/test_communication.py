@@ -1,0 +1,339 @@
+"""A step communicates what a person would write, in Eager and in static mode alike."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from plan_api import Plan, explain, generate_static, parallelize, plan_communication, track, zoo
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING),
+]
+
+R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
+RANKS, BATCH, TOKENS, HIDDEN, LAYERS = 8, 8, 16, 64, 2
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
+LAYER = r"model\.layers\.\d+"
+COLUMNS, ROWS = "(q|k|v|gate|up)_proj", "(o|down)_proj"
+
+
+def inputs(batch=BATCH, tokens=TOKENS):
+    ids = torch.randint(0, models.VOCABULARY, (batch, tokens))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def replicated(mesh, *paths):
+    """Entries for tensors that the script and the model create."""
+    plan = Plan(mesh)
+    for path in ("<in:input_ids>", "<in:labels>", *paths):
+        plan.redistribute(path, [R] * len(plan.axes), [R] * len(plan.axes))
+    return plan
+
+
+def small():
+    return inputs(batch=4, tokens=8)
+
+
+def weights_only(mesh):
+    plan = replicated(mesh, r"model\.rotary_emb.<in:position_ids>", rf"{LAYER}.<in:attention_mask>")
+    plan.shard(rf"{LAYER}\..*\.{COLUMNS}\.weight", S0, "tp")
+    return plan.shard(rf"{LAYER}\..*\.{ROWS}\.weight", S1, "tp")
+
+
+def row_outputs(mesh):
+    return weights_only(mesh).redistribute(rf"{LAYER}\..*\.{ROWS}.<out>", P, R, "tp")
+
+
+def every_linear(mesh):
+    """As `_tp_plan` of transformers."""
+    plan = weights_only(mesh).shard(rf"{LAYER}\..*\.{COLUMNS}.<in>", R, "tp")
+    return plan.shard(rf"{LAYER}\..*\.{ROWS}.<out>", R, "tp")
+
+
+def sequence_parallel(mesh):
+    plan = weights_only(mesh).redistribute(r"model\.layers\.0.<in>", R, S1, "tp")
+    plan.redistribute(rf"{LAYER}\..*\.{COLUMNS}.<in>", S1, R, "tp")
+    plan.redistribute(rf"{LAYER}\..*\.{ROWS}.<out>", P, S1, "tp")
+    return plan.redistribute(r"model\.norm.<out>", S1, R, "tp")
+
+
+def gpt2(mesh):
+    from ragged_shard import InterleavedShard
+
+    block = r"transformer\.h\.\d+"
+    plan = replicated(mesh, r"transformer\.wpe.<in>", rf"{block}.<in:attention_mask>")
+    plan.shard(rf"{block}\.attn\.c_attn\.weight", InterleavedShard(1, 3), "tp")
+    plan.shard(rf"{block}\.attn\.c_attn\.bias", InterleavedShard(0, 3), "tp")
+    plan.shard(rf"{block}\.mlp\.c_fc\.weight", S1, "tp")
+    plan.shard(rf"{block}\.mlp\.c_fc\.bias", S0, "tp")
+    plan.shard(rf"{block}\..*\.c_proj\.weight", S0, "tp")
+    return plan.redistribute(rf"{block}\..*\.c_proj.<out>", P, R, "tp")
+
+
+def mixtral(mesh):
+    from ragged_shard import InterleavedShard
+
+    experts = rf"{LAYER}\.mlp\.experts"
+    plan = replicated(mesh, r"model\.rotary_emb.<in:position_ids>", rf"{LAYER}.<in:attention_mask>")
+    plan.shard(rf"{LAYER}\..*\.(q|k|v)_proj\.weight", S0, "tp")
+    plan.shard(rf"{LAYER}\..*\.o_proj\.weight", S1, "tp")
+    plan.shard(rf"{experts}\.gate_up_proj", InterleavedShard(1, 2), "tp")
+    plan.shard(rf"{experts}\.down_proj", S2, "tp")
+    plan.redistribute(rf"{LAYER}\.(self_attn\.o_proj|mlp).<out>", P, R, "tp")
+    return plan.local(experts, P, "tp")
+
+
+make_llama = partial(models.llama, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, **HEADS)
+make_gpt2 = partial(models.gpt2, n_embd=HIDDEN, n_head=8)
+make_mixtral = partial(models.mixtral, hidden_size=HIDDEN, intermediate_size=128, **HEADS)
+
+HIDDEN_STATES = 4 * BATCH * TOKENS * HIDDEN
+# What a person would write. Without sequence parallelism, outputs of attention and MLP are reduced
+# in forward, and the gradients of their inputs in backward (Megatron-LM).
+REDUCED = Counter({("all_reduce", HIDDEN_STATES): 4 * LAYERS})
+# With it these are gathers and reduce-scatters; the sequence is also gathered before the head, and
+# its gradient after the embedding, and the gradients of five norms are reduced in one bucket.
+NORMS = 5 * HIDDEN * 4
+SCATTERED = Counter(
+    {("all_gather", HIDDEN_STATES): 4 * LAYERS + 2, ("reduce_scatter", HIDDEN_STATES): 4 * LAYERS}
+)
+# The experts' input and the weights of two experts for each token have gradients of their own, as
+# the router takes the input too.
+EXPERTS = REDUCED + Counter({("all_reduce", 4 * BATCH * TOKENS * 2): LAYERS})
+
+CASES = {
+    "llama, weights only": (make_llama, weights_only, REDUCED),
+    "llama, outputs of rows": (make_llama, row_outputs, REDUCED),
+    "llama, every Linear": (make_llama, every_linear, REDUCED),
+    "llama, sequence parallel": (make_llama, sequence_parallel, SCATTERED),
+    "gpt2": (make_gpt2, gpt2, REDUCED),
+    "mixtral": (make_mixtral, mixtral, EXPERTS),
+}
+
+
+@pytest.fixture
+def mesh():
+    with fake_mesh((RANKS,), ("tp",)) as mesh:
+        yield mesh
+
+
+def collectives(model, batch):
+    """Counts the collectives of a step by name and bytes, without the bucket of norms."""
+    model(**batch).loss.backward()
+    model.zero_grad()
+    with track(model) as record:
+        model(**batch).loss.backward()
+    found = Counter((one.name, one.bytes) for one in record.collectives)
+    return Counter(
+        {
+            key: number
+            for key, number in found.items()
+            if not (key[0] == "all_reduce" and NORMS <= key[1] < NORMS + 256)
+        }
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_modes_communicate_what_a_person_would_write(mesh, name):
+    make, plan_of, expected = CASES[name]
+    batch, written = inputs(), plan_of(mesh)
+    planned = plan_communication(written, make(), batch, fake=name != "mixtral")
+    assert collectives(parallelize(make(), planned, strict=True), batch) == expected
+    static = generate_static(written, make(), batch)
+    assert collectives(parallelize(make(), static, mode="static", guard_steps=0), batch) == expected
+    assert collectives(parallelize(make(), static), batch) == expected
+
+
+def test_eager_and_static_communicate_more_as_written(mesh):
+    batch, written = inputs(), row_outputs(mesh)
+    eager = collectives(parallelize(make_llama(), written), batch)
+    assert {name for name, _ in eager} == {"all_reduce", "all_gather", "reduce_scatter"}
+    assert eager.total() > 2 * REDUCED.total()
+    static = generate_static(written, make_llama(), batch, communication="as written")
+    found = collectives(parallelize(make_llama(), static, mode="static", guard_steps=0), batch)
+    assert found == Counter({("all_reduce", HIDDEN_STATES): (2 + 5) * LAYERS})
+
+
+@pytest.mark.parametrize(
+    ("make", "plan_of"),
+    [
+        (make_llama, zoo.llama),
+        (make_llama, partial(zoo.llama, sp=True, loss_parallel=True)),
+        (make_gpt2, zoo.gpt2),
+        (make_gpt2, partial(zoo.gpt2, sp=True)),
+        (make_mixtral, zoo.mixtral),
+    ],
+)
+def test_a_plan_that_has_these_redistributions_is_unchanged(mesh, make, plan_of):
+    plan = plan_of(mesh)
+    assert plan_communication(plan, make(), inputs(), fake=make is not make_mixtral) is plan
+
+
+def test_a_planned_plan_is_unchanged_and_is_the_same_on_meta(mesh):
+    plan = plan_communication(sequence_parallel(mesh), make_llama(), inputs())
+    assert plan_communication(plan, make_llama(), inputs()) is plan
+    with torch.device("meta"):
+        on_meta = make_llama()
+    assert plan_communication(sequence_parallel(mesh), on_meta, inputs()).entries == plan.entries
+
+
+def test_explain_shows_what_is_added_with_the_lines_that_ask_for_it(mesh):
+    written = weights_only(mesh)
+    model = make_llama()
+    columns, rows = written.entries[-2].line, written.entries[-1].line
+    planned = plan_communication(written, model, inputs())
+    assert planned.entries[: len(written.entries)] == written.entries
+    found = {(row.site, row.tensor): row for row in explain(planned, model).rows}
+    for path, line in (("self_attn", columns), ("mlp", columns)):
+        row = found[f"model.layers.1.{path}", "<in>:0"]
+        assert (row.before, row.after, row.gradient) == ("tp=R", "tp=R", "tp=P->R")
+        assert row.line == f"added for {line}"
+    for path in ("self_attn.o_proj", "mlp.down_proj"):
+        row = found[f"model.layers.1.{path}", "<out>:0"]
+        assert (row.before, row.after, row.line) == ("tp=P", "tp=R", f"added for {rows}")
+
+
+def test_gathers_of_several_modules_are_replaced_by_one(mesh):
+    written = sequence_parallel(mesh)
+    planned = plan_communication(written, make_llama(), inputs())
+    (removed,) = [entry for entry in written.entries if entry not in planned.entries]
+    assert COLUMNS in removed.path.text
+    added = [entry for entry in planned.entries if entry not in written.entries]
+    assert [entry.path.pattern for entry in added] == [rf"{LAYER}\.self_attn", rf"{LAYER}\.mlp"]
+    assert all(entry.src == (S1,) and entry.dst == (R,) for entry in added)
+
+
+class Columns(nn.Module):
+    """Two Linears."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        return self.a(x), self.b(x)
+
+
+class ParallelBlocks(nn.Module):
+    """Two modules take what a norm returns; a replicated router, or a sum, may take it too."""
+
+    def __init__(self, also=None):
+        super().__init__()
+        self.norm, self.left, self.right = nn.LayerNorm(16), Columns(), Columns()
+        self.also = also
+        if also == "router":
+            self.router = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        x = self.norm(x)
+        a, b = self.left(x)
+        c, d = self.right(x)
+        out = a * b + c * d
+        if self.also == "sum":
+            return (out + x).sum()
+        return (out.sum() + self.router(x).sum()) if self.also == "router" else out.sum()
+
+
+def added_places(mesh, also):
+    plan = Plan(mesh).redistribute("<in>", R, R).shard(r"(left|right)\.(a|b)\.weight", S0)
+    model = ParallelBlocks(also)
+    planned = plan_communication(plan, model, (torch.randn(4, 16),))
+    return [entry.path.text for entry in planned.entries[len(plan.entries) :]]
+
+
+def test_a_gradient_is_reduced_at_the_output_that_all_users_take(mesh):
+    assert added_places(mesh, None) == ["norm.<out:0>"]
+
+
+def test_a_gradient_is_reduced_at_an_output_in_static_mode_as_well(mesh):
+    """Once, though each of the four Linears below makes it Partial."""
+    plan = Plan(mesh).redistribute("<in>", R, R).shard(r"(left|right)\.(a|b)\.weight", S0)
+    plan.shard("<out>", R)
+    inputs = (torch.randn(4, 16),)
+    static = generate_static(plan, ParallelBlocks(), inputs, fake=True)
+    planned = plan_communication(plan, ParallelBlocks(), inputs)
+    for generated, mode in ((planned, "eager"), (static, "eager"), (static, "static")):
+        model = parallelize(
+            ParallelBlocks(), generated, mode=mode, guard_steps=0 if mode == "static" else None
+        )
+        with track(model) as record:
+            model(*inputs).backward()
+        found = Counter((one.name, one.bytes) for one in record.collectives)
+        assert found == {("all_reduce", 4): 1, ("all_reduce", 4 * 4 * 16): 1}, mode
+
+
+@pytest.mark.parametrize("also", ["sum", "router"])
+def test_a_tensor_with_other_uses_is_reduced_at_the_modules_around_its_users(mesh, also):
+    """As its gradient is replicated there, and would be summed once a rank."""
+    assert added_places(mesh, also) == ["left.<in:0>", "right.<in:0>"]
+
+
+def test_entries_of_fully_shard_stay_and_do_not_apply_to_the_steps(mesh):
+    plan = Plan(mesh).redistribute("<in>", R, R).shard(r"left\.(a|b)\.weight", S0)
+    plan.fully_shard("right", "tp")
+    planned = plan_communication(plan, ParallelBlocks(), (torch.randn(4, 16),))
+    assert [entry.path.text for entry in planned.entries[3:]] == ["left.<in:0>"]
+    assert planned.entries[:3] == plan.entries
+
+
+def test_what_has_no_meaning_is_refused(mesh):
+    plan = weights_only(mesh)
+    with pytest.raises(ValueError, match="plan_communication: expected example_inputs as a"):
+        plan_communication(plan, make_llama(), torch.zeros(2))
+    with pytest.raises(ValueError, match="plan_communication: forward of Columns does not take"):
+        plan_communication(Plan(mesh), Columns(), {"pixels": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"communication='least' must be 'planned' or"):
+        generate_static(plan, make_llama(), inputs(), communication="least")
+
+
+def tied_qwen():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=64, head_dim=8,
+        use_cache=False, attn_implementation="eager", attention_dropout=0.1, max_window_layers=0,
+        tie_word_embeddings=True, num_attention_heads=4, num_key_value_heads=4,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).train()
+
+
+TRAINED = {
+    "llama": (partial(models.llama, num_key_value_heads=4, attention_dropout=0.1), weights_only),
+    "qwen3, tied": (tied_qwen, row_outputs),
+}
+
+
+def trained(steps):
+    """Trains each model in Eager and in static mode; returns the losses and full parameters."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found = {}
+    for name, (make, plan_of) in TRAINED.items():
+        planned = plan_communication(plan_of(mesh), make(), small())
+        static = generate_static(plan_of(mesh), make(), small())
+        for plan, mode in ((planned, "eager"), (static, "static")):
+            model = parallelize(make(), plan, mode=mode)
+            losses = models.train(model, lambda model: model(**small()).loss, steps=steps)
+            params = [param.detach().full_tensor() for param in model.parameters()]
+            found.setdefault(name, []).append((losses, params))
+    return found
+
+
+def test_both_modes_train_to_the_same_bits():
+    """Twenty steps of AdamW with dropout."""
+    one_device = {
+        name: models.train(make(), lambda model: model(**small()).loss, steps=20)
+        for name, (make, _) in TRAINED.items()
+    }
+    for found in run_ranks(trained, 2, 20, timeout=580):
+        for name, (eager, static) in found.items():
+            assert eager[0] == static[0], name
+            assert all(map(torch.equal, eager[1], static[1])), name
+            assert eager[0] == pytest.approx(one_device[name], abs=1e-4), name
