@@ -50,27 +50,31 @@ def test_a_model_is_unsharded_within_a_block_and_reduces_nothing():
     class VisitError(Exception):
         pass
 
+    def fail(x):
+        raise VisitError
+
     def train(visits):
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 2))
         mesh = init_device_mesh("cpu", (2,))
-        fully_shard(model[0], mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
         x, ends = torch.full((3, 4), mesh.get_rank() + 1.0), []
         for step in range(4):
-            model.set_requires_gradient_sync(step % 2 == 1)
+            model.set_requires_gradient_sync(step > 0)
             if visits:
                 visit = fully_shard.unsharded(model)
                 with contextlib.suppress(VisitError), visit, CommLog() as log:
                     shapes = [tuple(param.shape) for param in model.parameters()]
-                    assert shapes == [(4, 4), (4,)] * 2
+                    assert shapes == [(8, 4), (8,), (4, 8), (4,), (2, 4), (2,)]
                     assert not any(isinstance(param, DTensor) for param in model.parameters())
                     loss = model(x).sum()
                     grads = torch.autograd.grad(loss, list(model.parameters()))
                     assert [tuple(grad.shape) for grad in grads] == shapes
                     if step == 2:
+                        model[1].forward = fail
                         model(x)
-                        raise VisitError
+                model[1].__dict__.pop("forward", None)
                 assert log.calls == ()
                 assert all(isinstance(param, DTensor) for param in model.parameters())
             with CommLog() as log:

@@ -17,7 +17,7 @@ from plan_api import (
     parallelize,
     zoo,
 )
-from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, CommLog, models, run_ranks
 from testkit.inspection.dtensor_operators import DTensorOperators
 from testkit.models import TwoLinears
 
@@ -257,7 +257,7 @@ def test_a_generated_plan_applies_fully_shard():
 
 
 def test_a_model_on_meta_trains_after_its_parameters_are_loaded():
-    """Also where they are other objects, or have another dtype, than before."""
+    """Also where they are other objects than before, are replaced, or get another dtype."""
 
     def train(model, optimizer):
         for _ in range(3):
@@ -278,6 +278,7 @@ def test_a_model_on_meta_trains_after_its_parameters_are_loaded():
                 model = TwoLinears()
             parallelize(model, plan, mode=mode)
             model.load_state_dict(state, assign=True)
+            model.up.weight = torch.nn.Parameter(model.up.weight.detach().clone() * 2)
             ends += train(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
             model.double()
             ends += train(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
@@ -285,3 +286,27 @@ def test_a_model_on_meta_trains_after_its_parameters_are_loaded():
         return [one.equal(other) for one, other in zip(ends[:half], ends[half:], strict=True)]
 
     assert all(map(all, run_ranks(check, 4, timeout=580)))
+
+
+def test_both_modes_gather_and_reduce_the_same():
+    """In kind, order and bytes, in each step; prefetches, which the first step lacks, included."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        plan = zoo.llama(mesh, tp=None, dp="dp").fully_shard(LAYER, "dp").fully_shard("", "dp")
+        sent = []
+        for mode in ("eager", "static"):
+            model = parallelize(llama(), plan, mode=mode, guard_steps=0)
+            optimizer = torch.optim.AdamW(model.parameters())
+            for _ in range(2):
+                with CommLog() as log:
+                    models.token_loss(model).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                sent.append([(call.op, call.input_bytes, call.output_bytes) for call in log.calls])
+        return sent
+
+    for first, second, static_first, static_second in run_ranks(check, 2, timeout=300):
+        assert len(second) >= 3 * 3  # of two layers and the root: two gathers, one reduction
+        assert static_first == first
+        assert static_second == second
