@@ -285,6 +285,17 @@ def test_entries_of_fully_shard_stay_and_do_not_apply_to_the_steps(mesh):
     assert planned.entries[:3] == plan.entries
 
 
+def test_other_entries_of_the_same_module_stay(mesh):
+    """Such as that of its attention, which is computed when it gets the input."""
+    plan = Plan(mesh).redistribute("<in>", R, R).shard(r"left\.(a|b)\.weight", S0)
+    plan.context("left", "tp").factory("left", R, "tp").shard("left.<in>", R, "tp")
+    planned = plan_communication(plan, ParallelBlocks(), (torch.randn(4, 16),))
+    assert planned.entries[:4] == plan.entries[:4]
+    (added,) = planned.entries[4:]
+    assert added.path.text == "left.<in:0>"
+    assert added.line == f"added for {plan.entries[1].line}"
+
+
 def test_what_has_no_meaning_is_refused(mesh):
     plan = weights_only(mesh)
     with pytest.raises(ValueError, match="plan_communication: expected example_inputs as a"):

@@ -14,15 +14,16 @@ from plan_api.api import installed, parallelize
 from plan_api.lowering.ir import Lowered
 from plan_api.lowering.lower import lower
 from plan_api.plan import Plan
-from plan_api.spec.entry import Entry
+from plan_api.spec.entry import Entry, EntryKind
 from plan_api.static.generation.entries import GeneratedEntry, add_entries, split_fully_shard
-from plan_api.static.generation.shared_redistributions import shared_redistributions
+from plan_api.static.generation.shared_redistributions import ADDED_FOR, shared_redistributions
 from plan_api.static.generation.tensor_uses import Place
 from plan_api.static.generation.trace import EagerTrace, trace_eager_step
 from plan_api.static.shadow_model import FakeTensorFactory, class_before_fully_shard, shadow_of
 
 __all__ = ["check_inputs", "plan_communication", "planned_communication", "trace_plan"]
 
+_MOVES = (EntryKind.SHARD, EntryKind.REDISTRIBUTE)
 _MOST_STEPS = 16  # a redistribution changes how the gradients of earlier layers are placed
 
 
@@ -173,7 +174,7 @@ def _entries_without(plan: Plan, lowered: Lowered, places: Collection[Place]) ->
         ops = [
             op
             for op in lowered.ops
-            if op.entry.number == number and op.hook_point.is_module_hook and op.tensor[0] == "<"
+            if op.entry.number == number and op.hook_point.is_module_hook and entry.kind in _MOVES
         ]
         others = [op for op in ops if Place(op.path, op.hook_point, op.index) not in places]
         if len(others) == len(ops):
@@ -195,5 +196,5 @@ def _of_changed_axes(entry: Entry) -> Entry:
     axes, src, dst, grad_src, grad_dst = zip(*changed, strict=True)
     return replace(
         entry, axes=axes, src=src, dst=dst, grad_src=grad_src, grad_dst=grad_dst,
-        line=f"added for {entry.line}" if "added for" not in entry.line else entry.line,
+        line=f"{ADDED_FOR}{entry.line}",
     )  # fmt: skip

@@ -29,7 +29,9 @@ from plan_api.static.generation.entries import (
 from plan_api.static.generation.tensor_uses import Place, SharedTensor
 from plan_api.static.generation.trace import EagerTrace, TensorTrace
 
-__all__ = ["SharedRedistribution", "shared_redistributions"]
+__all__ = ["ADDED_FOR", "SharedRedistribution", "shared_redistributions"]
+
+ADDED_FOR = "added for "  # begins the lines of entries that are added
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ def _asked(lowered: Lowered, trace: EagerTrace) -> dict[Place, GeneratedEntry]:
                 continue
             if traced.reduces_gradient:
                 reducing.add(site.path)
-            lines = tuple(dict.fromkeys((*step.lines, *lowered.lines_of(site.path))))
+            written = [line.removeprefix(ADDED_FOR) for line in step.lines]
+            lines = tuple(dict.fromkeys((*written, *lowered.lines_of(site.path))))
             entry = redistribute_entry(site.path, place.tensor, traced, lines)
             leaves_partial = any(grad.is_partial() for grad in traced.grad_after or ())
             if entry.src != entry.dst or leaves_partial:

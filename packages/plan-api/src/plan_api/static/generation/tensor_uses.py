@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from plan_api.lowering.ir import HookPoint
 from plan_api.lowering.model_names import is_inside, positional_names
 
-__all__ = ["Place", "SharedTensor", "TensorUses"]
+__all__ = ["Place", "SharedTensor", "TensorUses", "Use"]
 
 _Inputs: TypeAlias = dict["Place", DTensor]
 
@@ -46,7 +46,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class _Use:
+class Use:
     """A use of a tensor.
 
     Attributes:
@@ -70,7 +70,7 @@ class SharedTensor:
     """
 
     places: list[Place] = field(default_factory=list)
-    uses: list[_Use] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
     partial_from: dict[int, Place] = field(default_factory=dict)
 
     @property
@@ -151,7 +151,7 @@ class TensorUses(TorchFunctionMode):
             results = [leaf for leaf in pytree.tree_leaves(result) if _has_gradient(leaf)]
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if _has_gradient(leaf):
-                    self._of(leaf).uses.append(_Use(None, running))
+                    self._of(leaf).uses.append(Use(None, running))
                     self._follow_partial(leaf, results)
         return result
 
@@ -182,7 +182,7 @@ class TensorUses(TorchFunctionMode):
                 self._of(tensor).places.append(place)
                 if place in passed and passed[place] is not tensor:
                     before = self._of(passed[place])
-                    before.uses.append(_Use(place, around))
+                    before.uses.append(Use(place, around))
                     if tensor.placements == passed[place].placements:
                         self._of(tensor).partial_from = dict(before.partial_from)
 
@@ -203,7 +203,7 @@ class TensorUses(TorchFunctionMode):
             if not path:  # the script gets what the model returns
                 for leaf in pytree.tree_leaves(dict(output) if _is_mapping(output) else output):
                     if _has_gradient(leaf):
-                        self._of(leaf).uses.append(_Use(None, ""))
+                        self._of(leaf).uses.append(Use(None, ""))
 
         return hook
 
