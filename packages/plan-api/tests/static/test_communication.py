@@ -277,6 +277,17 @@ def test_a_tensor_with_other_uses_is_reduced_at_the_modules_around_its_users(mes
     assert added_places(mesh, also) == ["left.<in:0>", "right.<in:0>"]
 
 
+def test_one_hook_reduces_an_output_and_the_gradient_that_its_users_share(mesh):
+    model = ParallelBlocks()
+    model.norm = nn.Linear(16, 16, bias=False)  # by rows, before those by columns
+    plan = Plan(mesh).redistribute("<in>", R, S1).shard(r"(left|right)\.(a|b)\.weight", S0)
+    plan.shard(r"norm\.weight", S1).redistribute("norm.<out>", P, R)
+    planned = plan_communication(plan, model, (torch.randn(4, 16),))
+    (added,) = planned.entries[3:]
+    assert added.path.text == "norm.<out:0>"
+    assert (added.src, added.dst, added.grad_src, added.grad_dst) == ((P,), (R,), (P,), (R,))
+
+
 def test_entries_of_fully_shard_stay_and_do_not_apply_to_the_steps(mesh):
     plan = Plan(mesh).redistribute("<in>", R, R).shard(r"left\.(a|b)\.weight", S0)
     plan.fully_shard("right", "tp")
