@@ -95,7 +95,6 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             2,
             "--zero3: expected --ep 1",
         ),
-        ({"system": "plan", "dp_shard": 2, "static": True}, 2, "use --dp-replicate 2, or leave"),
         (
             {"system": "plan", "dp_shard": 3},
             3,
