@@ -262,7 +262,16 @@ OF_HFSDP = {
 }
 
 
-@pytest.mark.parametrize("option", [*OPTIONS, *OF_HFSDP])
+MORE_OPTIONS = ("exchange", "rows", "whole")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        pytest.param(option, marks=pytest.mark.slow) if option in MORE_OPTIONS else option
+        for option in (*OPTIONS, *OF_HFSDP)
+    ],
+)
 def test_options_have_the_bits_of_fsdp(option):
     def check():
         options, how = (OPTIONS | OF_HFSDP)[option]

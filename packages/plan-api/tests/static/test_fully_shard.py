@@ -125,7 +125,13 @@ def _both_modes(make, plan, guard_steps=0, **options):
     return eager.differences(_train(static, **options)), eager.losses
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (2, 2)], ids=["FSDP", "FSDP x TP + SP"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((2, 1), id="FSDP", marks=pytest.mark.slow),
+        pytest.param((2, 2), id="FSDP x TP + SP"),
+    ],
+)
 def test_static_mode_trains_bit_for_bit_as_eager(shape):
     """With dropout, clipping and AdamW; the first step is compared with Eager by the guard, too."""
 
