@@ -380,28 +380,38 @@ def test_a_process_group_of_the_parent_does_not_matter():
         assert run_ranks(dist.get_rank, 1) == [0]
 
 
-def test_ranks_begin_with_preloaded_modules_which_are_named_before_the_first_call():
+def test_ranks_begin_with_preloaded_modules_that_were_imported_once(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.py").write_text("import os\nIMPORTED_BY = os.getpid()\n")
     script = """
 import sys, testkit
 
-def imported():
-    import sys
-    return [name in sys.modules for name in ("colorsys", "this")]
+def importer():
+    import os, sys
+    return os.getpid(), getattr(sys.modules.get("first"), "IMPORTED_BY", None)
 
-testkit.preload("colorsys")
-print(*testkit.run_ranks(imported, 2))
-testkit.preload("colorsys")
+sys.path.insert(0, sys.argv[1])
+testkit.preload("first")
+for result in testkit.run_ranks(importer, 2):
+    print(*result)
+testkit.preload("first")
 try:
-    testkit.preload("this")
+    testkit.preload("second")
 except RuntimeError as error:
     print(error)
 """
     run = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, str(tmp_path)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    first, refused = run.stdout.splitlines()
-    assert first == "[True, False] [True, False]"
-    assert "got this after it" in refused
+    *ranks, refused = run.stdout.splitlines()
+    (own, importer), (other, same) = (line.split() for line in ranks)
+    assert importer == same != "None"
+    assert len({own, other, importer}) == 3
+    assert "got second after it" in refused
 
 
 def test_ranks_die_with_their_parent(tmp_path):
