@@ -1,21 +1,24 @@
-"""``param.grad_dtype``: dtypes and bits of gradients are those of FSDP2 of the installed torch."""
+"""``param.grad_dtype``: dtypes and bits of gradients are those of FSDP2 of torch 2.15."""
 
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fsdp
+from fsdp._compat import GradDtype, default_reduce_dtype
+from fsdp.collectives.grad_dtype import promoted, reduce_dtype_of, set_unsharded_grad_dtypes
+from fsdp.param import FSDPParam
 from testkit import assert_bitwise, fake_mesh, run_ranks
 from testkit.models.residual_stack import batch
 
 BOTH = (torch_fsdp, fsdp)
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 UNSET = "unset"
 
-pytestmark = pytest.mark.skipif(
+in_fsdp2 = pytest.mark.skipif(
     not hasattr(torch.Tensor, "_has_grad_dtype_override"),
     reason="FSDP2 reads param.grad_dtype since torch 2.15",
 )
@@ -125,6 +128,7 @@ def _train(package, case, *, accumulates, mesh=None):
     return grads(model)
 
 
+@in_fsdp2
 @pytest.mark.ranks
 def test_gradients_have_the_dtypes_and_bits_of_fsdp2():
     def check():
@@ -134,6 +138,7 @@ def test_gradients_have_the_dtypes_and_bits_of_fsdp2():
     run_ranks(check, 2)
 
 
+@in_fsdp2
 @pytest.mark.ranks
 def test_accumulated_gradients_have_the_dtypes_of_fsdp2():
     """They are added up in the dtype of the group's reduction, under FSDP2 in their own."""
@@ -150,6 +155,7 @@ def test_accumulated_gradients_have_the_dtypes_of_fsdp2():
     run_ranks(check, 2)
 
 
+@in_fsdp2
 @pytest.mark.ranks
 def test_gradients_that_await_their_all_reduce_keep_their_bits():
     def check():
@@ -160,6 +166,7 @@ def test_gradients_that_await_their_all_reduce_keep_their_bits():
     run_ranks(check, 2)
 
 
+@in_fsdp2
 @pytest.mark.ranks
 def test_it_may_be_set_on_the_sharded_parameters_before_the_first_forward():
     def check():
@@ -175,6 +182,7 @@ def test_it_may_be_set_on_the_sharded_parameters_before_the_first_forward():
     run_ranks(check, 2)
 
 
+@in_fsdp2
 @pytest.mark.ranks
 def test_casts_and_loaded_parameters_keep_it_and_the_gradients_that_have_it():
     def check():
@@ -199,6 +207,7 @@ def test_casts_and_loaded_parameters_keep_it_and_the_gradients_that_have_it():
     run_ranks(check, 2)
 
 
+@in_fsdp2
 @pytest.mark.ranks
 def test_zeros_of_unused_parameters_need_a_dtype():
     def check():
@@ -233,6 +242,7 @@ class Scale(nn.Module):
         return x * self.weight
 
 
+@in_fsdp2
 @pytest.mark.ranks
 def test_other_axes_reduce_in_the_dtype_of_the_gradient():
     """A sum over tp in bfloat16 would round."""
@@ -244,9 +254,7 @@ def test_other_axes_reduce_in_the_dtype_of_the_gradient():
             model = Scale(mesh["tp"])
             model.weight.grad_dtype = FP32
             package.fully_shard(model, mesh=mesh["dp"])
-            x = DTensor.from_local(
-                batch(0).to(BF16), mesh["tp"], [torch.distributed.tensor.Shard(0)]
-            )
+            x = DTensor.from_local(batch(0).to(BF16), mesh["tp"], [Shard(0)])
             model(x).square().sum().backward()
             found.append(grads(model))
         assert found[1][0].dtype == FP32
@@ -255,6 +263,7 @@ def test_other_axes_reduce_in_the_dtype_of_the_gradient():
     run_ranks(check, 2)
 
 
+@in_fsdp2
 def test_unsharded_gradients_are_not_cast_before_the_buffer():
     """Where the reduction is wider than compute, the copy into the buffer casts."""
     with fake_mesh((2,)):
@@ -267,3 +276,99 @@ def test_unsharded_gradients_are_not_cast_before_the_buffer():
         model = sharded(fsdp, FP32, (UNSET, UNSET, FP32), mp_policy=policy)
         model.unshard()
         assert [param.grad_dtype for param in model.parameters()] == [BF16, BF16, BF16]
+
+
+# The rules, with parameters whose grad_dtype a torch before 2.15 could not tell.
+
+
+def params_with(*grad_dtypes):
+    return [
+        FSDPParam("w", None, (), 1, None, grad_dtype=None if one == UNSET else GradDtype(one))
+        for one in grad_dtypes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("grad_dtypes", "sharded", "compute", "reduce_dtype", "expected"),
+    [
+        ((UNSET, UNSET), FP32, FP32, None, FP32),
+        ((UNSET, UNSET), FP32, BF16, None, default_reduce_dtype(FP32, BF16)),
+        ((FP32, FP32), BF16, BF16, None, FP32),
+        ((BF16, BF16), FP32, FP32, None, BF16),
+        ((BF16, UNSET), FP32, FP32, None, FP32),
+        ((FP32, UNSET), BF16, BF16, None, FP32),
+        ((FP16, BF16), FP32, FP32, None, FP32),  # neither holds the other
+        ((None, None), FP32, BF16, None, BF16),
+        ((None, FP64), FP32, BF16, None, FP64),
+        ((FP64, None, UNSET), FP32, BF16, BF16, BF16),
+    ],
+)
+def test_a_group_is_reduced_in_the_dtype_that_all_its_gradients_promote_to(
+    grad_dtypes, sharded, compute, reduce_dtype, expected
+):
+    policy = torch_fsdp.MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    assert reduce_dtype_of(params_with(*grad_dtypes), sharded, compute, policy) == expected
+
+
+def test_float8_promotes_with_itself_alone():
+    float8 = torch.float8_e4m3fn
+    assert promoted([float8, float8]) == float8
+    with pytest.raises(RuntimeError, match="Promotion for Float8"):
+        promoted([float8, FP32])
+
+
+@pytest.mark.parametrize(
+    ("grad_dtype", "sharded", "compute", "reduce_dtype", "cast_to", "follows_grad"),
+    [
+        (UNSET, BF16, BF16, None, BF16, False),
+        (UNSET, FP32, BF16, None, None, False),  # the copy into the buffer casts
+        (UNSET, FP32, BF16, FP32, None, False),
+        (UNSET, FP32, FP32, BF16, BF16, False),
+        (BF16, FP32, FP32, None, BF16, False),
+        (FP32, BF16, BF16, None, None, False),
+        (FP16, FP32, BF16, None, FP16, False),  # as wide, and another
+        (None, FP32, BF16, None, None, True),
+        (None, FP32, BF16, BF16, BF16, False),
+        (UNSET, torch.int64, torch.int64, None, torch.int64, False),
+        (UNSET, torch.int64, torch.int32, None, torch.int64, False),  # only floats are cast later
+    ],
+)
+def test_autograd_casts_gradients_where_the_buffer_would_not_widen_them(
+    grad_dtype, sharded, compute, reduce_dtype, cast_to, follows_grad
+):
+    [param] = params_with(grad_dtype)
+    policy = torch_fsdp.MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    set_unsharded_grad_dtypes([param], sharded, compute, policy)
+    assert (param.unsharded_grad_dtype, param.follows_grad) == (cast_to, follows_grad)
+
+
+@pytest.mark.parametrize(
+    ("placement", "grad_placement", "cast_to"),
+    [
+        (Replicate(), None, FP32),  # its gradient may be Partial
+        (Shard(0), None, None),
+        (Replicate(), Partial(), FP32),
+        (Replicate(), Replicate(), None),
+    ],
+)
+def test_gradients_that_other_axes_reduce_are_widened_before(placement, grad_placement, cast_to):
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        model = nn.Linear(8, 8, bias=False)
+        model.weight = nn.Parameter(distribute_tensor(model.weight, mesh["tp"], [placement]))
+        fsdp.fully_shard(
+            model,
+            mesh=mesh["dp"],
+            mp_policy=torch_fsdp.MixedPrecisionPolicy(BF16, FP32),
+            grad_placements_fn=None if grad_placement is None else lambda param: [grad_placement],
+        )
+        [group] = model._get_fsdp_state().groups
+        assert [param.unsharded_grad_dtype for param in group.params] == [cast_to]
+
+
+def test_gradients_that_fully_shard_reduces_are_widened_in_its_buffer():
+    with fake_mesh((2,), ("dp",)) as mesh:
+        model = nn.Linear(8, 8, bias=False)
+        model.weight = nn.Parameter(distribute_tensor(model.weight, mesh, [Replicate()]))
+        fsdp.fully_shard(model, mesh=mesh, mp_policy=torch_fsdp.MixedPrecisionPolicy(BF16, FP32))
+        [group] = model._get_fsdp_state().groups
+        assert [param.unsharded_grad_dtype for param in group.params] == [None]

@@ -11,8 +11,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp
 from fsdp import Rows, clip_grad_norm_
+from fsdp.mesh import post_forward_mesh, replica_mesh
 from ragged_shard import RaggedShard, StridedRaggedShard
-from testkit import run_ranks
+from testkit import fake_mesh, run_ranks
 from testkit.models.residual_stack import batch, shard, stack
 
 pytestmark = pytest.mark.ranks
@@ -165,3 +166,14 @@ def test_shard_placement_result_with_a_mesh_trains_as_fsdp2():
             torch.testing.assert_close(actual, native, rtol=1e-5, atol=1e-6)
 
     run_ranks(check, 4, timeout=120)
+
+
+def test_meshes_of_other_ranks_are_made_once_for_each_slice():
+    """Each slice of a mesh is another object; a process group for each would be too many."""
+    with fake_mesh((2, 2, 2), ("a", "b", "c")) as mesh:
+        first, second = mesh["a", "b"], mesh["b", "c"]
+        assert post_forward_mesh(first, 2) is post_forward_mesh(mesh["a", "b"], 2)
+        assert replica_mesh(first) is replica_mesh(mesh["a", "b"])
+        others = [replica_mesh(first), replica_mesh(second)]
+        others += [post_forward_mesh(one, size) for one in (first, second) for size in (1, 2)]
+        assert len(set(map(id, others))) == len(others)

@@ -1,7 +1,7 @@
 """Torch, accelerate and transformers find the private names that they read: private_names.py."""
 
-import ast
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -16,40 +16,29 @@ from fsdp.private_names import ModuleNames, StateNames
 from fsdp.state import FSDPContext, state_of
 from testkit import fake_mesh
 
-READERS = (
-    "torch.distributed.pipelining.stage",
-    "torch.distributed.pipelining.schedules",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed._composable.replicate",
-    "accelerate.accelerator",
-    "accelerate.utils.fsdp_utils",
-    "accelerate.utils.other",
-    "transformers.core_model_loading",
-    "transformers.distributed.fsdp",
-    "transformers.distributed.mixin",
-    "transformers.distributed.utils",
-    "transformers.integrations.fsdp",
-    "transformers.modeling_utils",
-    "transformers.trainer",
-)
+READERS = ("torch.distributed", "accelerate", "transformers")
+OF_FSDP = ("torch/distributed/fsdp", "torch/distributed/_tools")  # private_names.py says why
+# Of which the readers that private_names.py lists are here, and in every supported version.
+LISTED = {
+    "torch/distributed/pipelining/stage.py",
+    "torch/distributed/pipelining/schedules.py",
+    "torch/distributed/_composable/replicate.py",
+    "torch/distributed/checkpoint/state_dict.py",
+    "accelerate/utils/fsdp_utils.py",
+    "transformers/distributed/fsdp.py",
+}
 # Private names of other objects there, which FSDP2 happens to have, too.
 OF_OTHERS = {
-    "torch.distributed._composable.replicate": {"_pre_forward", "_post_forward"},  # of its state
-    "accelerate.accelerator": {"_device"},  # of the state of accelerate
-    "accelerate.utils.other": {"_modules"},  # of nn.Module
+    "torch/distributed/_composable/replicate.py": {"_pre_forward", "_post_forward"},  # of its state
+    "accelerate/accelerator.py": {"_device"},  # of the state of accelerate
+    "accelerate/utils/other.py": {"_modules"},  # of nn.Module
 }
 
 
 def _private(source, *, of_self):
     """The private attributes that a source uses, either of ``self`` or of anything else."""
-    return {
-        node.attr
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute)
-        and node.attr.startswith("_")
-        and not node.attr.startswith("__")
-        and (isinstance(node.value, ast.Name) and node.value.id == "self") == of_self
-    }
+    owner = r"\bself" if of_self else r"(?<!\bself)"
+    return set(re.findall(owner + r"\.(_[a-zA-Z]\w*)", source))
 
 
 def _private_of_fsdp2():
@@ -57,22 +46,35 @@ def _private_of_fsdp2():
     return set().union(*(_private(p.read_text(), of_self=True) for p in folder.glob("*.py")))
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_readers_read_names_that_sharded_modules_have(reader):
-    package = reader.partition(".")[0]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    spec = importlib.util.find_spec(reader)
-    if spec is None:
-        pytest.skip(f"the installed {package} has no {reader}")
-    read = _private(Path(spec.origin).read_text(), of_self=False) & _private_of_fsdp2()
+def _sources(package):
+    """The files of a package that may read a sharded module, by their path."""
+    folder = Path(importlib.util.find_spec(package).origin).parent
+    above = folder.parents[package.count(".")]
+    sources = {str(p.relative_to(above)): p.read_text() for p in folder.rglob("*.py")}
+    mention = re.compile("fsdp|fully_shard", re.IGNORECASE)
+    return {
+        path: source
+        for path, source in sources.items()
+        if mention.search(source) and not path.startswith(OF_FSDP)
+    }
+
+
+@pytest.mark.parametrize("package", READERS)
+def test_readers_read_names_that_sharded_modules_have(package):
+    sources, of_fsdp2 = _sources(package), _private_of_fsdp2()
     names = {name for owner in (ModuleNames, StateNames) for name in vars(owner)}
-    assert read - OF_OTHERS.get(reader, set()) <= names
+    read = {path: _private(source, of_self=False) for path, source in sources.items()}
+    unknown = {
+        path: (found & of_fsdp2) - names - OF_OTHERS.get(path, set())
+        for path, found in read.items()
+    }
+    assert {path: found for path, found in unknown.items() if found} == {}
+    assert {path for path in LISTED if path.startswith(package.replace(".", "/"))} <= set(sources)
 
 
 def test_the_check_finds_a_name_that_is_read():
-    source = "def read(self, state):\n    return state._lazy_init(), self._own\n"
-    assert _private(source, of_self=False) == {"_lazy_init"}
+    source = "def read(self, state):\n    return state._lazy_init(), self._own, self.it._of_it\n"
+    assert _private(source, of_self=False) == {"_lazy_init", "_of_it"}
     assert _private(source, of_self=True) == {"_own"}
     assert {"_lazy_init", "_comm_ctx"} <= _private_of_fsdp2()
 

@@ -355,7 +355,7 @@ def _managed_param(
         placement = placement_of(param, param_mesh, name)
     grad_placements = grad_placements_fn(param) if grad_placements_fn is not None else None
     if grad_placements is not None:
-        if placement is None:
+        if placement is None or annotation is not None:
             raise ValueError(
                 f"fully_shard: grad_placements_fn: expected None for parameter {name!r}, which is "
                 f"no DTensor, got {grad_placements}"

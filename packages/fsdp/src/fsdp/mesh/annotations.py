@@ -69,8 +69,8 @@ class Annotation:
 
     def restore(self, param: torch.Tensor) -> None:
         """Annotates an unsharded parameter, while types are checked."""
-        spmd = _spmd_types()
-        if self.types and spmd is not None and spmd.is_type_checking():
+        spmd = _type_checker()
+        if self.types and spmd is not None:
             spmd.assert_type(param, dict(self.types), partition_spec=self.partition_spec)
 
 
@@ -79,10 +79,19 @@ def _spmd_types() -> Any:
     return sys.modules.get("spmd_types")
 
 
+def _type_checker() -> Any:
+    """Returns the module while it checks types; None otherwise."""
+    spmd = _spmd_types()
+    return None if spmd is None or not spmd.is_type_checking() else spmd
+
+
+_CHECKS_NOTHING = nullcontext()  # one for all: there is a context around each hook
+
+
 def no_typecheck() -> AbstractContextManager[Any]:
     """Returns a context in which spmd_types checks nothing: fully_shard's own operators."""
-    spmd = _spmd_types()
-    context: AbstractContextManager[Any] = nullcontext() if spmd is None else spmd.no_typecheck()
+    spmd = _type_checker()
+    context: AbstractContextManager[Any] = _CHECKS_NOTHING if spmd is None else spmd.no_typecheck()
     return context
 
 

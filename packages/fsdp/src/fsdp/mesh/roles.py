@@ -57,9 +57,7 @@ class Roles:
     def __post_init__(self) -> None:
         """Makes each role a tuple."""
         for role in ("parameter", "gradient", "optimizer"):
-            placements = getattr(self, role)
-            placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
-            object.__setattr__(self, role, placements)
+            object.__setattr__(self, role, _tuple(getattr(self, role)))
 
     @property
     def keeps_parameters(self) -> bool:
