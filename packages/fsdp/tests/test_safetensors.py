@@ -393,6 +393,23 @@ def test_hooks_of_state_dicts_that_copy_tensors_see_the_loaded_values(tmp_path):
     assert torch.equal(other.both, model.both)
 
 
+def test_dtype_casts_floating_point_tensors_and_no_others(tmp_path):
+    save_safetensors(make(0), tmp_path / "out", dtype=torch.float16)
+    found, wanted = read_folder(tmp_path / "out"), make(0).state_dict()
+    for name, tensor in found.items():
+        cast = torch.float16 if wanted[name].is_floating_point() else torch.int64
+        assert torch.equal(tensor, wanted[name].to(cast)), name
+        assert tensor.dtype == cast, name
+    assert found["norm.num_batches_tracked"].dtype == torch.int64
+    model = make(1)
+    load_safetensors(model, tmp_path / "out")
+    rounded = {
+        name: tensor.half().to(tensor.dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in wanted.items()
+    }
+    assert all(torch.equal(tensor, rounded[name]) for name, tensor in model.state_dict().items())
+
+
 def test_strict_false_loads_what_both_have(tmp_path):
     tensors = make(0).state_dict()
     del tensors["head.weight"], tensors["scale"]

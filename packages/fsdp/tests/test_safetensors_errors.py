@@ -91,11 +91,14 @@ def one_rank_fails(folder):
     with pytest.raises(ValueError, match=r"one shape .* of 'a.weight' .* \(2, 2\).* \(3, 2\)"):
         save_safetensors(model, folder / "out")
     assert not (folder / "out").exists()
+    with pytest.raises(FileExistsError, match="taken"):
+        save_safetensors(make(0), folder / "taken" if dist.get_rank() == 0 else folder / "none")
 
 
 @pytest.mark.ranks
 def test_an_error_of_one_rank_is_raised_by_all(tmp_path):
     write(tmp_path / "in", make(0))
+    (tmp_path / "in" / "taken").touch()
     run_ranks(one_rank_fails, 2, tmp_path / "in")
 
 
@@ -142,6 +145,7 @@ def test_a_buffer_that_no_file_has_is_refused_on_meta(tmp_path):
     [
         (nn.Linear(2, 2, dtype=torch.complex128), {}, "a dtype of safetensors for 'weight', got"),
         (nn.Linear(2, 2), {"rename": lambda name: "same"}, "different names in files, got 'same'"),
+        (nn.Linear(2, 2), {"dtype": torch.int8}, "a floating-point dtype .*dtype=torch.int8"),
     ],
 )
 def test_what_the_format_cannot_have_is_refused(tmp_path, model, options, message):
@@ -201,6 +205,7 @@ def test_a_tensor_that_is_not_reduced_is_refused():
         [TensorPart("a", (6, 9), (0, 0), (6, 9))],  # outside
         [TensorPart("a", (6, 8), (0,), (6, 8))],  # another number of dims
         [TensorPart("a", (8, 6), (0, 0), (6, 8))],  # another shape
+        [TensorPart(name, (3, 8), (0, 0), (3, 8)) for name in "ab"],  # one half twice
     ],
 )
 def test_parts_that_are_not_those_of_the_tensor_are_refused(tmp_path, parts):
