@@ -393,6 +393,17 @@ def test_hooks_of_state_dicts_that_copy_tensors_see_the_loaded_values(tmp_path):
     assert torch.equal(other.both, model.both)
 
 
+def test_tensors_begin_at_multiples_of_their_element_size(tmp_path):
+    model = nn.ParameterDict({"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(3)})
+    save_safetensors(model, tmp_path)
+    content = (tmp_path / "model.safetensors").read_bytes()
+    data = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:data])
+    assert header.pop("__metadata__") == {"format": "pt"}  # which transformers expects
+    for name, element_size in {"a": 2, "b": 4}.items():
+        assert (data + header[name]["data_offsets"][0]) % element_size == 0
+
+
 def test_dtype_casts_floating_point_tensors_and_no_others(tmp_path):
     save_safetensors(make(0), tmp_path / "out", dtype=torch.float16)
     found, wanted = read_folder(tmp_path / "out"), make(0).state_dict()

@@ -1,5 +1,8 @@
 """What `load_safetensors` and `save_safetensors` refuse, and that nothing is changed then."""
 
+import resource
+from pathlib import Path
+
 import pytest
 import safetensors.torch
 import torch
@@ -166,6 +169,44 @@ def test_files_of_ranks_that_were_killed_are_removed(tmp_path):
     partial.write_bytes(b"x")
     save_safetensors(make(0), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def file_too_large(folder):
+    """Rank 0 can create the first file, and not the second one."""
+    model = nn.ModuleDict({"small": nn.Linear(2, 2), "large": nn.Linear(200, 200)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save_safetensors(model, folder, max_shard_bytes=1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    dist.barrier()
+    assert not list(folder.glob("[!.]*"))
+    dist.barrier()
+    save_safetensors(model, folder)
+    assert [file.name for file in folder.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.ranks
+def test_a_folder_that_could_not_be_written_has_no_weights_and_can_be_written_again(tmp_path):
+    run_ranks(file_too_large, 2, tmp_path / "out")
+
+
+def test_files_get_their_names_when_all_are_written_and_the_index_is_last(tmp_path, monkeypatch):
+    renamed, rename = [], Path.rename
+
+    def record(self, target):
+        assert not target.exists()
+        renamed.append(target.name)
+        assert len(list(tmp_path.glob("model-*"))) == len(renamed) - 1
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", record)
+    saved = save_safetensors(make(0), tmp_path, max_shard_bytes=100)
+    assert len(saved.files) > 2
+    assert renamed == [*saved.files, "model.safetensors.index.json"]
 
 
 class WithExtraState(nn.Linear):
