@@ -393,6 +393,34 @@ def test_hooks_of_state_dicts_that_copy_tensors_see_the_loaded_values(tmp_path):
     assert torch.equal(other.both, model.both)
 
 
+def test_tensors_begin_at_multiples_of_their_element_size(tmp_path):
+    model = nn.ParameterDict({"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(3)})
+    save_safetensors(model, tmp_path)
+    content = (tmp_path / "model.safetensors").read_bytes()
+    data = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:data])
+    assert header.pop("__metadata__") == {"format": "pt"}  # which transformers expects
+    for name, element_size in {"a": 2, "b": 4}.items():
+        assert (data + header[name]["data_offsets"][0]) % element_size == 0
+
+
+def test_dtype_casts_floating_point_tensors_and_no_others(tmp_path):
+    save_safetensors(make(0), tmp_path / "out", dtype=torch.float16)
+    found, wanted = read_folder(tmp_path / "out"), make(0).state_dict()
+    for name, tensor in found.items():
+        cast = torch.float16 if wanted[name].is_floating_point() else torch.int64
+        assert torch.equal(tensor, wanted[name].to(cast)), name
+        assert tensor.dtype == cast, name
+    assert found["norm.num_batches_tracked"].dtype == torch.int64
+    model = make(1)
+    load_safetensors(model, tmp_path / "out")
+    rounded = {
+        name: tensor.half().to(tensor.dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in wanted.items()
+    }
+    assert all(torch.equal(tensor, rounded[name]) for name, tensor in model.state_dict().items())
+
+
 def test_strict_false_loads_what_both_have(tmp_path):
     tensors = make(0).state_dict()
     del tensors["head.weight"], tensors["scale"]

@@ -1,5 +1,8 @@
 """What `load_safetensors` and `save_safetensors` refuse, and that nothing is changed then."""
 
+import resource
+from pathlib import Path
+
 import pytest
 import safetensors.torch
 import torch
@@ -91,11 +94,14 @@ def one_rank_fails(folder):
     with pytest.raises(ValueError, match=r"one shape .* of 'a.weight' .* \(2, 2\).* \(3, 2\)"):
         save_safetensors(model, folder / "out")
     assert not (folder / "out").exists()
+    with pytest.raises(FileExistsError, match="taken"):
+        save_safetensors(make(0), folder / "taken" if dist.get_rank() == 0 else folder / "none")
 
 
 @pytest.mark.ranks
 def test_an_error_of_one_rank_is_raised_by_all(tmp_path):
     write(tmp_path / "in", make(0))
+    (tmp_path / "in" / "taken").touch()
     run_ranks(one_rank_fails, 2, tmp_path / "in")
 
 
@@ -142,6 +148,7 @@ def test_a_buffer_that_no_file_has_is_refused_on_meta(tmp_path):
     [
         (nn.Linear(2, 2, dtype=torch.complex128), {}, "a dtype of safetensors for 'weight', got"),
         (nn.Linear(2, 2), {"rename": lambda name: "same"}, "different names in files, got 'same'"),
+        (nn.Linear(2, 2), {"dtype": torch.int8}, "a floating-point dtype .*dtype=torch.int8"),
     ],
 )
 def test_what_the_format_cannot_have_is_refused(tmp_path, model, options, message):
@@ -162,6 +169,44 @@ def test_files_of_ranks_that_were_killed_are_removed(tmp_path):
     partial.write_bytes(b"x")
     save_safetensors(make(0), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def file_too_large(folder):
+    """Rank 0 can create the first file, and not the second one."""
+    model = nn.ModuleDict({"small": nn.Linear(2, 2), "large": nn.Linear(200, 200)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save_safetensors(model, folder, max_shard_bytes=1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    dist.barrier()
+    assert not list(folder.glob("[!.]*"))
+    dist.barrier()
+    save_safetensors(model, folder)
+    assert [file.name for file in folder.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.ranks
+def test_a_folder_that_could_not_be_written_has_no_weights_and_can_be_written_again(tmp_path):
+    run_ranks(file_too_large, 2, tmp_path / "out")
+
+
+def test_files_get_their_names_when_all_are_written_and_the_index_is_last(tmp_path, monkeypatch):
+    renamed, rename = [], Path.rename
+
+    def record(self, target):
+        assert not target.exists()
+        renamed.append(target.name)
+        assert len(list(tmp_path.glob("model-*"))) == len(renamed) - 1
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", record)
+    saved = save_safetensors(make(0), tmp_path, max_shard_bytes=100)
+    assert len(saved.files) > 2
+    assert renamed == [*saved.files, "model.safetensors.index.json"]
 
 
 class WithExtraState(nn.Linear):
@@ -201,6 +246,7 @@ def test_a_tensor_that_is_not_reduced_is_refused():
         [TensorPart("a", (6, 9), (0, 0), (6, 9))],  # outside
         [TensorPart("a", (6, 8), (0,), (6, 8))],  # another number of dims
         [TensorPart("a", (8, 6), (0, 0), (6, 8))],  # another shape
+        [TensorPart(name, (3, 8), (0, 0), (3, 8)) for name in "ab"],  # one half twice
     ],
 )
 def test_parts_that_are_not_those_of_the_tensor_are_refused(tmp_path, parts):

@@ -36,7 +36,10 @@ and `mixtral-tiny`: {short} on 2 ranks with the other tests, {long} on 4 ranks i
 _FULLY_SHARD = """
 ## fully_shard
 
-Every option of `fsdp.fully_shard` and of the methods of the modules that it has sharded.
+Options of `fsdp.fully_shard` and of the methods of the modules that it has sharded. `placements`,
+`dp_mesh_dims` and `grad_placements_fn` are not in this table; they have tests of their own
+(`packages/fsdp/tests`), and [their limits](../packages/fsdp/placements.md#limits) say what
+`placements` refuses.
 `integration/tests/test_option_table_fully_shard.py` observes all accepted pairs in {runs} runs of a
 small model: {short} on 2 ranks with the other tests, {long} on 4 ranks in `nox -s nightly`. In
 each of them gradients are compared with one device's. What is refused is a `ValueError`.

@@ -58,7 +58,7 @@ def check_safetensors(
     Raises:
         ValueError: as `load_safetensors`.
     """
-    source = _open(model, Path(folder), rename)
+    source = _match(model, Path(folder), read_headers(Path(folder)), rename)
     if strict:
         _check_names(source.folder, source.missing, source.unexpected([source.used]))
 
@@ -106,7 +106,7 @@ def load_safetensors(
         OSError: a file could not be read.
     """
     with raised_on_all_ranks(process_group):
-        source = _open(model, Path(folder), rename)
+        source = _match(model, Path(folder), read_headers(Path(folder)), rename)
         _check_buffers(model)
     unexpected = source.unexpected(gather(source.used, process_group))
     with raised_on_all_ranks(process_group):
@@ -114,7 +114,7 @@ def load_safetensors(
             _check_names(source.folder, source.missing, unexpected)
     with raised_on_all_ranks(process_group):
         if _allocate(model):
-            source = _open(model, Path(folder), rename)
+            source = _match(model, source.folder, source.stored, rename)
         bytes_read = _read(source.targets, source.stored, buffer_bytes)
         # Hooks of modules see the values, and tensors that a state dict has copied are loaded.
         state: dict[str, Any] = {
@@ -154,8 +154,9 @@ class _Source:
         return tuple(sorted(self.stored.keys() - frozenset().union(*used)))
 
 
-def _open(model: nn.Module, folder: Path, rename: Rename | None) -> _Source:
-    stored = read_headers(folder)
+def _match(
+    model: nn.Module, folder: Path, stored: Mapping[str, StoredTensor], rename: Rename | None
+) -> _Source:
     targets, missing, used = [], [], set()
     for tensor in model_tensors(model, rename):
         used |= {part.name for parts in tensor.files for part in parts}
@@ -275,6 +276,6 @@ def _read_part(opened: object, shard: LocalShard, part: TensorPart, elements: in
             start = flat.storage_offset() + window.offset
             flat.as_strided(window.sizes, window.strides, start).copy_(values.view(box.sizes))
             bytes_read += values.nbytes
-    if contiguous is not shard.local and not shard.local.is_contiguous():
+    if not shard.local.is_contiguous():
         shard.local.detach().copy_(contiguous)
     return bytes_read

@@ -110,6 +110,7 @@ def _parts(name: str, value: object, target: str | Sequence[TensorPart]) -> tupl
         return (TensorPart(target, shape, (0,) * len(shape), shape),)
     parts = tuple(target)
     covered = sum(part.box.numel for part in parts)
+    seen: set[Shape] = set()
     for part in parts:
         inside = len(part.offsets) == len(part.sizes) == len(shape) and all(
             offset >= 0 and offset + size <= length
@@ -117,10 +118,13 @@ def _parts(name: str, value: object, target: str | Sequence[TensorPart]) -> tupl
         )
         leading = len(part.sizes) - len(part.shape)
         same = leading >= 0 and part.sizes == (1,) * leading + part.shape
-        if not inside or not same or covered != math.prod(shape):
+        repeated = part.offsets in seen
+        seen.add(part.offsets)
+        if not inside or not same or repeated or covered != math.prod(shape):
             raise ValueError(
                 f"rename: expected parts that are the boxes of {name!r} of shape {shape}, got "
-                f"{part} among {len(parts)} parts of {covered} elements"
+                f"{part}{' at the offsets of another' if repeated else ''} among {len(parts)} "
+                f"parts of {covered} elements"
             )
     return parts
 

@@ -41,8 +41,9 @@ def raised_on_all_ranks(process_group: dist.ProcessGroup | None) -> Iterator[Non
         yield
     except Exception as error:
         own = error
-    # An error of another class may not survive pickling.
-    sent = own if own is None or type(own) in (ValueError, OSError) else RuntimeError(repr(own))
+    # Errors of Python's own classes can be pickled, which those of others may not survive.
+    is_sent = own is None or type(own).__module__ == "builtins"
+    sent = own if is_sent else RuntimeError(repr(own))
     errors = [error for error in gather(sent, process_group) if error is not None]
     if own is not None:
         raise own

@@ -85,7 +85,7 @@ def save_safetensors(
     Raises:
         ValueError: on every rank, before anything is written: the folder has weights already; two
             tensors have one name in files, or one differs in shape or dtype between ranks; a
-            dtype is none of safetensors'; a tensor is not reduced.
+            dtype is none of safetensors'; `dtype` is an integer one; a tensor is not reduced.
         OSError: the folder or a file cannot be written, or is not shared by all ranks.
     """
     path, rank = Path(folder), rank_of(process_group)
@@ -140,12 +140,17 @@ class _Source:
 
 
 def _sources(model: nn.Module, rename: Rename | None, dtype: torch.dtype | None) -> list[_Source]:
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(
+            f"save_safetensors: expected a floating-point dtype for floating-point tensors, got "
+            f"dtype={dtype}; pass torch.bfloat16, for instance, or None to cast none"
+        )
     sources: dict[str, _Source] = {}
     for tensor in model_tensors(model, rename):
         local_shard(tensor.tensor, tensor.name)  # refuses those that are not reduced
-        is_cast = dtype is not None and tensor.tensor.is_floating_point()
+        own = tensor.tensor.dtype
+        file_dtype = dtype if dtype is not None and own.is_floating_point else own
         for part in tensor.files[0]:
-            file_dtype = dtype if is_cast and dtype is not None else tensor.tensor.dtype
             made = FileTensor(part.name, part.shape, file_dtype)
             check_dtype(made)
             if part.name in sources:
