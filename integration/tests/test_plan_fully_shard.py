@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from fsdp import FSDPModule, fully_shard
+from fsdp.optim import SOAP, Adam8bit, Muon
 from integration.models.dit import DiffusionLoss, DiT
 from integration.systems.zoo import with_noise_loss
 from plan_api import deferred_init, parallelize, zoo
@@ -219,6 +220,35 @@ def test_static_mode_trains_bit_for_bit_as_eager(name):
             params.append([param.detach().to_local() for param in model.parameters()])
         assert losses[0] == losses[1]
         assert all(map(torch.equal, *params))
+
+    run_ranks(check, 4, timeout=180)
+
+
+@pytest.mark.parametrize("make", [Adam8bit, Muon, SOAP])
+def test_optimizers_of_fsdp_step_in_static_mode_as_in_eager(make):
+    """Muon and SOAP on the matrices of the layers, which they gather."""
+
+    def check():
+        ends = []
+        for mode in ("eager", "static"):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            model = parallelize(models.llama(), _plan(mesh), mode=mode, guard_steps=0)
+            of_layers = [param for param in model.model.layers.parameters() if param.ndim == 2]
+            optimizer = make(model.parameters() if make is Adam8bit else of_layers, lr=1e-2)
+            torch.manual_seed(1)
+            losses = []
+            for _ in range(4):
+                loss = models.token_loss(model)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            assert optimizer.state
+            ends.append((losses, [param.detach().to_local() for param in model.parameters()]))
+        (losses, params), (static_losses, static_params) = ends
+        assert len(set(losses)) == 4
+        assert static_losses == losses
+        assert all(map(torch.equal, params, static_params))
 
     run_ranks(check, 4, timeout=180)
 

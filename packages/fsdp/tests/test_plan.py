@@ -90,6 +90,42 @@ def test_a_model_is_unsharded_within_a_block_and_reduces_nothing():
     assert run_ranks(check, 2) == [True, True]
 
 
+@pytest.mark.parametrize("raises_in", ["backward", "the block"])
+def test_gradients_of_a_block_that_raises_are_dropped(raises_in):
+    """They are not reduced in it, nor added to those of the next backward."""
+
+    class FailingBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("as asked")
+
+    def grads(visits):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        mesh = init_device_mesh("cpu", (2,))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        x = torch.full((3, 4), mesh.get_rank() + 1.0)
+        if visits:
+            with pytest.raises(ValueError, match="as asked"), fully_shard.unsharded(model):
+                hidden = model[0](x)
+                if raises_in == "backward":
+                    hidden = FailingBackward.apply(hidden)
+                model[1](hidden).sum().backward()
+                raise ValueError("as asked")
+        model(x).square().sum().backward()
+        return [param.grad.to_local() for param in model.parameters()]
+
+    def check():
+        return all(map(torch.equal, grads(visits=True), grads(visits=False)))
+
+    assert run_ranks(check, 2) == [True, True]
+
+
 def test_unknown_granularity_is_refused():
     def check():
         with pytest.raises(ValueError, match=r"expected granularity='rows\(n\)'.* got 'columns'"):

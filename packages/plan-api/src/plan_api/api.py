@@ -163,14 +163,32 @@ def parallelize(
     options = ParallelizeOptions.checked(
         plan.mesh, mode, guard_steps, src_data_rank, bucket_mb, use
     )
+    overrides = apply_plan(model, plan, options, strict=strict).overrides
+    if overrides:
+        text = "\n".join(map(str, overrides))
+        _log.warning("entries of the plan override others:\n%s", text)
+    return model
+
+
+def apply_plan(
+    model: nn.Module, plan: Plan, options: ParallelizeOptions, *, strict: bool = False
+) -> Lowered:
+    """Does what `parallelize` does, and returns the plan, lowered, whose overrides are not logged.
+
+    Args:
+        model: see `parallelize`.
+        plan: see `parallelize`.
+        options: of `parallelize`.
+        strict: see `parallelize`.
+    """
     _check_rank_and_model(plan.mesh, model)
     lowered = lower(plan, model, strict=strict)
     reduced_by_fsdp = names_reduced_by_fsdp(
         model, lowered.fully_sharded, lowered.schedules, plan.mesh
     )
-    if mode == "static":
+    if options.mode == "static":
         validate_static(model, lowered, plan.mesh)
-    check_buckets(bucket_mb, model, reduced_by_fsdp)
+    check_buckets(options.bucket_mb, model, reduced_by_fsdp)
     check_agreement(
         [
             f"{options} on {plan.mesh}",
@@ -181,18 +199,16 @@ def parallelize(
         plan.mesh,
     )
     # Everything is validated: from here on the model and torch are changed.
-    if lowered.overrides:
-        text = "\n".join(map(str, lowered.overrides))
-        _log.warning("entries of the plan override others:\n%s", text)
-    if mode == "eager" or options.guard_steps:
+    if options.mode == "eager" or options.guard_steps:
         warn_of_slow_planning(plan.mesh, options.extras)
     install_patches(options.extras)
     random_shards = "dist-rng" in options.extras
     place_state(
-        model, plan.mesh, lowered.schedules, lowered.fully_sharded, src_data_rank, random_shards
-    )
+        model, plan.mesh, lowered.schedules, lowered.fully_sharded, options.src_data_rank,
+        random_shards,
+    )  # fmt: skip
     _installed[model] = _install(model, plan, lowered, options, reduced_by_fsdp)
-    return model
+    return lowered
 
 
 def _check_rank_and_model(mesh: DeviceMesh, model: nn.Module) -> None:

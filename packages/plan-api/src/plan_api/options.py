@@ -186,5 +186,5 @@ def warn_of_slow_planning(mesh: DeviceMesh, extras: Sequence[str]) -> None:
     warnings.warn(
         f"parallelize: the plan's mesh has {mesh.ndim} axes, on which torch alone can take minutes "
         f"to plan the operators of the first step; {remedy}, which plans them in milliseconds",
-        stacklevel=3,
+        stacklevel=4,  # where parallelize is called
     )

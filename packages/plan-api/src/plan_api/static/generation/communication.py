@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,18 +10,18 @@ from typing import Any
 
 from torch import nn
 
-from plan_api.api import installed, parallelize
 from plan_api.lowering.ir import Lowered
 from plan_api.lowering.lower import lower
 from plan_api.plan import Plan
 from plan_api.spec.entry import Entry, EntryKind
 from plan_api.static.generation.entries import GeneratedEntry, add_entries, split_fully_shard
+from plan_api.static.generation.example_step import ExampleStep
 from plan_api.static.generation.shared_redistributions import ADDED_FOR, shared_redistributions
 from plan_api.static.generation.tensor_uses import Place
-from plan_api.static.generation.trace import EagerTrace, trace_eager_step
-from plan_api.static.shadow_model import FakeTensorFactory, class_before_fully_shard, shadow_of
 
-__all__ = ["check_inputs", "plan_communication", "planned_communication", "trace_plan"]
+__all__ = ["plan_communication", "planned_communication"]
+
+_log = logging.getLogger("plan_api")
 
 _MOVES = (EntryKind.SHARD, EntryKind.REDISTRIBUTE)
 _MOST_STEPS = 16  # a redistribution changes how the gradients of earlier layers are placed
@@ -70,102 +70,41 @@ def plan_communication(
     Raises:
         ValueError: the plan does not fit the model, or the model does not take these inputs.
     """
-    args, kwargs = check_inputs("plan_communication", model, example_inputs)
-    if fake:
-        factory = FakeTensorFactory(plan.mesh.device_type)
-        model = shadow_of(model, factory.fake)
-        args, kwargs = factory.fake_inputs(args, kwargs)
-    return planned_communication(plan, model, args, kwargs, use)
+    step = ExampleStep.checked("plan_communication", plan, model, example_inputs, fake, use)
+    without_fsdp, fully_sharded = split_fully_shard(plan)
+    planned = planned_communication(without_fsdp, step)
+    return plan if planned is without_fsdp else planned | fully_sharded
 
 
-def planned_communication(
-    plan: Plan,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    use: Sequence[str] | None,
-) -> Plan:
+def planned_communication(plan: Plan, step: ExampleStep) -> Plan:
     """Does what `plan_communication` does.
 
     Args:
-        plan: for Eager.
-        model: unmodified, or a shadow model of FakeTensors.
-        args: the model's positional arguments.
-        kwargs: the model's keyword arguments.
-        use: see `parallelize`.
+        plan: for Eager, without fully_shard.
+        step: to run.
     """
     added: dict[Place, GeneratedEntry] = {}
-    superseded: set[Place] = set()
-    original, planned = lower(plan, model), plan
+    replaced: set[Place] = set()  # what the plan's entries do there, added ones do
+    original, planned = lower(plan, step.model), plan
     for _ in range(_MOST_STEPS):
-        lowered, trace = trace_plan(planned, model, args, kwargs, use)
+        lowered, trace = step.trace(planned)
         found = shared_redistributions(lowered, trace)
         if not found:
             break
         for one in found:
-            for user in one.users:
-                added.pop(user, None)
             added[one.place] = one.entry
-            superseded |= {*one.users, one.place}
+            replaced |= {*one.users, one.place}
         planned = Plan(plan.mesh, cover=plan.cover)
-        planned._entries = [*_entries_without(plan, original, superseded)]
+        planned._entries = [*_entries_without(plan, original, replaced)]
         number = len(planned._entries)
-        add_entries(planned, added.values(), model)
+        add_entries(planned, added.values(), step.model)
         planned._entries[number:] = map(_of_changed_axes, planned._entries[number:])
-    return planned
-
-
-def check_inputs(
-    function: str, model: nn.Module, example_inputs: Any
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Returns positional and keyword arguments that the model's forward takes.
-
-    Args:
-        function: begins messages.
-        model: any.
-        example_inputs: a tuple of arguments, or a dict of keyword arguments.
-
-    Raises:
-        ValueError: they are neither, or forward does not take them; fully_shard has been applied to
-            the model.
-    """
-    if any(class_before_fully_shard(module) for module in model.modules()):
-        raise ValueError(
-            f"{function}: expected a model before fully_shard, got one whose parameters it has "
-            f"sharded; plan with an unmodified model, which may be on meta (fake=True)"
-        )
-    if isinstance(example_inputs, Mapping):
-        args, kwargs = (), example_inputs
-    elif isinstance(example_inputs, (tuple, list)):
-        args, kwargs = tuple(example_inputs), {}
     else:
-        raise ValueError(
-            f"{function}: expected example_inputs as a tuple of arguments, or a dict of "
-            f"keyword arguments, got a {type(example_inputs).__name__}; wrap it"
-        )
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        raise ValueError(
-            f"{function}: forward of {type(model).__name__} does not take these "
-            f"example_inputs: {error}"
-        ) from error
-    return args, kwargs
-
-
-def trace_plan(
-    plan: Plan,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    use: Sequence[str] | None,
-) -> tuple[Lowered, EagerTrace]:
-    """Runs a step of Eager under a plan; returns what it shows, and the plan, lowered."""
-    without_fsdp, _ = split_fully_shard(plan)
-    eager = parallelize(shadow_of(model), without_fsdp, src_data_rank=None, use=use)
-    lowered = installed(eager).lowered
-    installed(eager).remove()
-    return lowered, trace_eager_step(eager, lowered, plan.mesh, args, kwargs)
+        _log.warning(
+            "plan_communication: each of %d steps of Eager has added entries, and a further one "
+            "may; call it again with the plan that it has returned", _MOST_STEPS,
+        )  # fmt: skip
+    return planned
 
 
 def _entries_without(plan: Plan, lowered: Lowered, places: Collection[Place]) -> Iterator[Entry]:

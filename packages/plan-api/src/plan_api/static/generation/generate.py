@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 from torch import nn
 
-from plan_api.api import installed, parallelize
+from plan_api.api import installed
 from plan_api.lowering.ir import Lowered
 from plan_api.lowering.lower import lower
 from plan_api.plan import Plan
 from plan_api.spec.path import generalize_numbers
 from plan_api.static.comparison import StaticError
 from plan_api.static.eager_fallback import smallest_fallback, widen_fallbacks
-from plan_api.static.generation.communication import check_inputs, planned_communication, trace_plan
+from plan_api.static.generation.communication import planned_communication
 from plan_api.static.generation.entries import (
     GeneratedEntry,
     generate_entries,
@@ -24,9 +24,9 @@ from plan_api.static.generation.entries import (
     plan_with_entries,
     split_fully_shard,
 )
+from plan_api.static.generation.example_step import ExampleStep
 from plan_api.static.generation.suggestions import suggest_entries
 from plan_api.static.generation.trace import EagerTrace
-from plan_api.static.shadow_model import FakeTensorFactory, shadow_of
 from plan_api.static.validate import unsupported_options
 
 __all__ = ["generate_static"]
@@ -92,7 +92,7 @@ def generate_static(
         raise ValueError(
             f"generate_static: communication={communication!r} must be 'planned' or 'as written'"
         )
-    args, kwargs = check_inputs("generate_static", model, example_inputs)
+    step = ExampleStep.checked("generate_static", plan, model, example_inputs, fake, use)
     problems = [
         str(unsupported_option) for unsupported_option in unsupported_options(lower(plan, model))
     ]
@@ -100,25 +100,21 @@ def generate_static(
         lines = "\n".join(problems)
         raise ValueError(f"generate_static: static mode does not support this plan:\n{lines}")
     plan, fully_sharded = split_fully_shard(plan)
-    if fake:
-        factory = FakeTensorFactory(plan.mesh.device_type)
-        model = shadow_of(model, factory.fake)
-        args, kwargs = factory.fake_inputs(args, kwargs)
     if communication == "planned":
-        plan = planned_communication(plan, model, args, kwargs, use)
+        plan = planned_communication(plan, step)
     fallbacks: dict[str, str] = {}  # patterns of modules that run on DTensors, and the reason
 
     def generate(changed: Plan) -> Plan:
-        generated, lowered, trace = _generate(changed, model, args, kwargs, use)
+        generated, lowered, trace = _generate(changed, step)
         sizes = generate_size_entries(lowered, trace)
-        return _validated(generated, sizes, model, args, kwargs, use)
+        return _validated(generated, sizes, step)
 
     def suggest(pattern: str) -> str:
         if fake:
             return _NO_SUGGESTIONS
         others = [fallback for fallback in fallbacks if pattern and fallback != pattern]
         runs_locally = functools.partial(_can_generate, generate, others)
-        return suggest_entries(plan, model, pattern, args, kwargs, use, runs_locally)
+        return suggest_entries(plan, step, pattern, runs_locally)
 
     while True:
         try:
@@ -160,32 +156,21 @@ def _can_generate(
     return True
 
 
-def _generate(
-    plan: Plan,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    use: Sequence[str] | None,
-) -> tuple[Plan, Lowered, EagerTrace]:
+def _generate(plan: Plan, step: ExampleStep) -> tuple[Plan, Lowered, EagerTrace]:
     """Adds to a plan what steps of Eager show, until they show nothing new."""
     generated = plan
     for _ in range(_MOST_STEPS):
-        lowered, trace = trace_plan(generated, model, args, kwargs, use)
+        lowered, trace = step.trace(generated)
         before = generated
-        generated = plan_with_entries(plan, generate_entries(model, lowered, trace), model)
+        generated = plan_with_entries(
+            plan, generate_entries(step.model, lowered, trace), step.model
+        )
         if generated.entries == before.entries:
             break
     return generated, lowered, trace
 
 
-def _validated(
-    plan: Plan,
-    sizes: list[GeneratedEntry],
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    use: Sequence[str] | None,
-) -> Plan:
+def _validated(plan: Plan, sizes: list[GeneratedEntry], step: ExampleStep) -> Plan:
     """Validates a plan against Eager, and adds entries for sizes in the code where it fails.
 
     Raises:
@@ -193,13 +178,10 @@ def _validated(
     """
     added: list[GeneratedEntry] = []
     while True:
-        static = shadow_of(model)
-        with_sizes = plan | plan_with_entries(Plan(plan.mesh), added, model)
+        with_sizes = plan | plan_with_entries(Plan(plan.mesh), added, step.model)
         try:
-            parallelize(
-                static, with_sizes, mode="static", guard_steps=0, src_data_rank=None, use=use
-            )
-            differences = installed(static).check(*args, **kwargs)
+            static = step.parallelized(with_sizes, "static")
+            differences = installed(static).check(*step.args, **step.kwargs)
         except StaticError as error:
             more = _next_sizes(sizes, added, error.site)
             if not more:

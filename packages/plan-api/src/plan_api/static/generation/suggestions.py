@@ -7,22 +7,20 @@ nor the full step sends more bytes with it than without.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import Replicate
 
-from plan_api.api import installed, parallelize
+from plan_api.api import installed
 from plan_api.inspect.track import CollectiveEvent, Record, StepPhase, track
 from plan_api.lowering.model_names import is_inside
 from plan_api.plan import Plan
 from plan_api.spec.path import generalize_numbers, path_code
 from plan_api.spec.placements import placement_code
 from plan_api.static.comparison import loss_gradients, preserved_state
-from plan_api.static.shadow_model import shadow_of
+from plan_api.static.generation.example_step import ExampleStep
 
 __all__ = ["suggest_entries"]
 
@@ -68,32 +66,22 @@ class _ReplicateEntry:
 
 def suggest_entries(
     plan: Plan,
-    model: nn.Module,
+    step: ExampleStep,
     pattern: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    use: Sequence[str] | None,
     runs_locally: Callable[[Plan], bool],
 ) -> str:
     """Returns the operators for which DTensor redistributes tensors, and what would avoid it.
 
     Args:
         plan: for Eager.
-        model: unmodified.
+        step: to run.
         pattern: of the modules; "" for all.
-        args: the model's positional arguments.
-        kwargs: the model's keyword arguments.
-        use: see `parallelize`.
         runs_locally: whether these modules run on local tensors under another plan.
 
     Returns:
         a line for each operator; then lines that can be pasted into the plan, or another remedy.
     """
-
-    def record_step(changed: Plan) -> Record:
-        return _record_step(changed, model, args, kwargs, use)
-
-    record = record_step(plan)
+    record = _record_step(plan, step)
     events = [*_operator_collectives(record, pattern)]
     lines = [_description(record, event) for event in events if not event.cause.startswith(_LOSSES)]
     lines = [*dict.fromkeys(lines)][:_MOST_OPERATORS]
@@ -101,23 +89,17 @@ def suggest_entries(
         return "\n".join([*lines, _SHARDED_LOSS])
     if not lines:
         return "DTensor redistributes no tensor for an operator there"
-    entries = _working_entries(plan, pattern, record, record_step, runs_locally)
+    entries = _working_entries(plan, step, pattern, record, runs_locally)
     if not entries:
         return "\n".join([*lines, _OWN_MODULE])
     return "\n".join([*lines, "to run on local tensors, add:", *map(str, entries)])
 
 
-def _record_step(
-    plan: Plan,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    use: Sequence[str] | None,
-) -> Record:
+def _record_step(plan: Plan, step: ExampleStep) -> Record:
     """Records a step of Eager under a plan, forward and backward."""
-    eager = parallelize(shadow_of(model), plan, src_data_rank=None, use=use)
+    eager = step.parallelized(plan)
     with track(eager) as record, preserved_state(eager), torch.enable_grad():
-        result = eager(*args, **kwargs)
+        result = eager(*step.args, **step.kwargs)
         loss_gradients(result, [param for param in eager.parameters() if param.requires_grad])
     installed(eager).remove()
     return record
@@ -151,9 +133,9 @@ def _description(record: Record, event: CollectiveEvent) -> str:
 
 def _working_entries(
     plan: Plan,
+    step: ExampleStep,
     pattern: str,
     record: Record,
-    record_step: Callable[[Plan], Record],
     runs_locally: Callable[[Plan], bool],
 ) -> list[_ReplicateEntry]:
     """Returns entries with which the modules run on local tensors; none if more bytes are sent."""
@@ -169,7 +151,7 @@ def _working_entries(
             entry.add_to(changed)
         works = runs_locally(changed)
         try:
-            record = record_step(changed)
+            record = _record_step(changed, step)
         except (ValueError, RuntimeError, IndexError):  # such as a shape that the code expects
             break
         if works:
