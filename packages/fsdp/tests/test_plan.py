@@ -103,6 +103,14 @@ def test_gradients_of_a_block_that_raises_are_dropped(raises_in):
         def backward(ctx, grad):
             raise ValueError("as asked")
 
+    def visit(model, x):
+        with fully_shard.unsharded(model):
+            hidden = model[0](x)
+            if raises_in == "backward":
+                hidden = FailingBackward.apply(hidden)
+            model[1](hidden).sum().backward()
+            raise ValueError("as asked")
+
     def grads(visits):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
@@ -111,12 +119,8 @@ def test_gradients_of_a_block_that_raises_are_dropped(raises_in):
             fully_shard(module, mesh=mesh)
         x = torch.full((3, 4), mesh.get_rank() + 1.0)
         if visits:
-            with pytest.raises(ValueError, match="as asked"), fully_shard.unsharded(model):
-                hidden = model[0](x)
-                if raises_in == "backward":
-                    hidden = FailingBackward.apply(hidden)
-                model[1](hidden).sum().backward()
-                raise ValueError("as asked")
+            with pytest.raises(ValueError, match="as asked"):
+                visit(model, x)
         model(x).square().sum().backward()
         return [param.grad.to_local() for param in model.parameters()]
 

@@ -9,7 +9,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
-from ragged_shard.geometry.validation import check_contiguous, check_fit, check_placements
+from ragged_shard.geometry.validation import (
+    check_contiguous,
+    check_fit,
+    check_local,
+    check_placements,
+)
 from testkit import fake_mesh
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -157,3 +162,19 @@ def test_a_ragged_tensor_must_be_contiguous(shape, stride):
 )
 def test_strides_that_change_nothing_are_let_pass(shape, stride, placements):
     check_contiguous(shape, stride, placements)
+
+
+def test_the_check_of_an_operand_does_not_ask_its_mesh_again(monkeypatch):
+    """A mesh computes its shape at each call; the step of an optimizer checks many operands."""
+    asked = []
+    compute = DeviceMesh.shape.fget
+    with fake_mesh((2,)) as mesh:
+        placed = distribute_tensor(torch.ones(6, 4), mesh, (ROWS,))
+        check_local("mul", placed.to_local(), placed._spec)
+        counting = property(lambda mesh: asked.append(mesh) or compute(mesh))
+        monkeypatch.setattr(DeviceMesh, "shape", counting)
+        check_local("mul", placed.to_local(), placed._spec)
+        assert asked == []
+        assert mesh.shape == (2,)
+        assert asked == [mesh]  # it would have been seen
+        monkeypatch.undo()

@@ -18,6 +18,7 @@ from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 
+from ragged_shard import _compat
 from ragged_shard.dispatch.operator_call import AxisDecision, AxisPlacement, AxisRule, OperatorCall
 from ragged_shard.dispatch.rules import interleaved, table
 from ragged_shard.fallback import GatheredSpec
@@ -73,15 +74,18 @@ def unwrap_to_op_info(
 ) -> Any:
     """Replaces `OpDispatcher.unwrap_to_op_info`, and checks local tensors of ragged operands.
 
-    Torch calls it for operators whose decision is not cached, so the check costs cached dispatch
-    nothing: a DTensor that was constructed directly is checked at its first operator.
+    A DTensor that was constructed directly is checked at its first operator. Torch calls this for
+    operators whose decision is not cached, torch 2.11 also for each operator on lists, so the
+    check of an operand must be cheap. Nothing is checked while torch traces.
 
     Raises:
         ValueError: a local tensor has not the shape of the placement, for example a flat one.
     """
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, DTensor):
-            check_local(str(op_call), leaf._local_tensor, leaf._spec)
+    if not _compat.is_tracing():
+        for argument in (*args, *kwargs.values()):
+            for leaf in argument if isinstance(argument, list | tuple) else (argument,):
+                if isinstance(leaf, DTensor):
+                    check_local(op_call, leaf._local_tensor, leaf._spec)
     return native(dispatcher, op_call, args, kwargs)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from ragged_shard import _compat
 from ragged_shard.geometry.boxes import contiguous_strides
 from ragged_shard.geometry.specs import (
     Placements,
@@ -65,41 +65,56 @@ def check_contiguous(shape: Sequence[int], stride: Sequence[int], placements: Pl
         )
 
 
-def check_local(name: str, local: torch.Tensor, spec: DTensorSpec) -> None:
+def check_local(operator: object, local: torch.Tensor, spec: DTensorSpec) -> None:
     """Checks the shape of the local tensor of a ragged DTensor.
 
     A DTensor that was constructed directly may have another, such as a flat tensor of its elements.
-    Nothing is checked while torch traces, as sizes may be symbols.
+    Not to be called while torch traces, as sizes may be symbols.
 
     Args:
-        name: of the operator, for the error.
+        operator: named in the error.
         local: the local tensor.
         spec: of the DTensor, with any placements.
 
     Raises:
         ValueError: the shape is not the placement's, which the message gives.
     """
-    if ragged_axis(spec.placements) is None or _compat.is_tracing():
+    if ragged_axis(spec.placements) is None:
         return
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:  # a rank outside of the mesh has no elements
         return
-    shape = tuple(tensor_meta_of(spec).shape)
-    expected = _expected_local(
-        shape, tuple(spec.mesh.shape), tuple(coordinate), tuple(spec.placements)
-    )
-    if tuple(local.shape) == expected:
+    shape = tensor_meta_of(spec).shape
+    expected = _expected_local(shape, _shape_of(spec.mesh), tuple(coordinate), spec.placements)
+    if local.shape == expected:
         return
     remedy = "construct the DTensor by distribute_tensor or DTensor.from_local, which check it"
     if local.numel() == math.prod(expected):
         remedy = f"call .view{expected} on it before DTensor(...)"
     raise ValueError(
-        f"{name}: expected a local tensor of shape {expected} on this rank, for placements "
-        f"{spec.placements} of a tensor of shape {shape}, got {tuple(local.shape)}; {remedy}"
+        f"{operator}: expected a local tensor of shape {expected} on this rank, for placements "
+        f"{spec.placements} of a tensor of shape {tuple(shape)}, got {tuple(local.shape)}; {remedy}"
     )
 
 
-_expected_local = lru_cache(maxsize=4096)(local_shape_at)
+@lru_cache(maxsize=4096)
+def _expected_local(
+    shape: torch.Size,
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: Placements,
+) -> tuple[int, ...]:
+    return local_shape_at(tuple(shape), mesh_shape, coordinate, tuple(placements))
+
+
+# A mesh computes its shape at each call, which takes longer than the rest of the check.
+_shapes: WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = WeakKeyDictionary()
+
+
+def _shape_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    if (shape := _shapes.get(mesh)) is None:
+        shape = _shapes[mesh] = tuple(mesh.shape)
+    return shape
 
 
 @lru_cache(maxsize=4096)

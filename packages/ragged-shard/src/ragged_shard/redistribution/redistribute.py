@@ -18,6 +18,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ragged_shard import _compat
 from ragged_shard.fallback import record_fallback
 from ragged_shard.geometry.boxes import contiguous_strides
 from ragged_shard.geometry.specs import (
@@ -80,7 +81,8 @@ def redistribute_local_tensor(
     target: Placements = tuple(target_spec.placements)
     if reduction is not None:
         target = replace_axis(target, reduction.axis, reduction.placement.ragged)
-    check_local("redistribute", local_tensor, current_spec)
+    if not _compat.is_tracing():
+        check_local("redistribute", local_tensor, current_spec)
     shape = tensor_meta_of(current_spec).shape
     target = _canonical(target, shape)
     check_placements(shape, mesh, target)
