@@ -3,7 +3,8 @@
 # torch >= 2.11 and the build tools have to be there, the network does not. Wheels for what is
 # missing go into .whl/. Ends within 9 minutes; writes gpu-results/gpu.json and gpu.md.
 #
-#   tools/gpu.sh [--dry-run] [--out DIR]     PYTHON=... chooses the interpreter
+#   tools/gpu.sh [--dry-run] [--out DIR] [--parts tests training ...]     PYTHON=... chooses the
+#   interpreter
 #
 # --dry-run needs no GPU: it installs as usual, and runs the same parts on a simulated device.
 # Exit status: 2 without a device or a requirement, 1 if a part fails (the others run), otherwise 0.

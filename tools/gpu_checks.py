@@ -94,12 +94,15 @@ def read_tests(path: Path) -> Rows:
 
 
 SCRIPTS = "packages/{}/benchmarks/{}"
+# These files alone: others import what a machine with a GPU need not have.
+CUDA_TESTS = tuple(
+    sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/tests/**/test_cuda*.py"))
+)
 PARTS = (
     Part(
         "Tests on CUDA",
         ("-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", "--junitxml={out}",
-         "packages/dbuffer/tests", "packages/dist-rng/tests", "packages/fsdp/tests",
-         "packages/plan-api/tests"),
+         *CUDA_TESTS),
         240,
         read_tests,
     ),
@@ -137,12 +140,17 @@ PARTS = (
 )  # fmt: skip
 
 
+def short_name(part: Part) -> str:
+    """Names its files, and the part for ``--parts``."""
+    return part.name.split()[0].lower()
+
+
 def run(part: Part, device: str, folder: Path, log: Path) -> Outcome:
     """Runs a part on a device and reads what it wrote."""
     command = part.command if device == "cuda" else part.sim
     if command is None:
         return Outcome(part.name, "", "needs CUDA")
-    out = folder / f"{part.name.split()[0].lower()}-part"
+    out = folder / f"{short_name(part)}-part"
     words = [word.format(out=out) for word in command]
     shown = " ".join(["python", *words])
     print(f"{part.name}: {shown}", flush=True)
@@ -221,6 +229,8 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-results")
     parser.add_argument("--seconds", type=float, default=480.0, help="time limit of all parts")
+    known = [short_name(part) for part in PARTS]
+    parser.add_argument("--parts", nargs="+", choices=known, default=known, help="these alone")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     command = ["python", "-m", "tools.gpu_checks", f"--device={options.device}"]
@@ -232,8 +242,8 @@ def main() -> int:
         }
     outcomes = []
     deadline = time.monotonic() + options.seconds
-    for part in PARTS:
-        log = options.out / f"{part.name.split()[0].lower()}.log"
+    for part in (part for part in PARTS if short_name(part) in options.parts):
+        log = options.out / f"{short_name(part)}.log"
         limit = min(part.seconds, max(1.0, deadline - time.monotonic()))
         outcomes.append(run(replace(part, seconds=limit), options.device, options.out, log))
         # After each part, so that a killed run leaves what it has.

@@ -3,9 +3,9 @@
     python -m tools.gpu_training --json FILE [--device cuda] [--steps 20]
 
 Each system trains on all devices, at most 8, and is compared with one device of the same kind,
-which is compared with the CPU: kernels of another device sum in another order. Runs share
-processes, as starting them takes longer than training; a peak of memory may include what earlier
-runs have left.
+which is compared with the CPU: kernels of another device sum in another order. A rank's part of the
+batch is one microbatch. Tensor parallelism is left out on one device. Runs share processes, as
+starting them takes longer than training; a peak of memory may include what earlier runs have left.
 """
 
 import argparse
@@ -34,11 +34,14 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "fsdp, Muon": {"system": "fsdp", "optimizer": "muon"},
     "fsdp, bf16": {"system": "fsdp", "dtype": "bf16"},
     "plan, FSDP": {"system": "plan", "dp_shard": "ranks"},
+    "plan, static": {"system": "plan", "dp_replicate": "ranks", "static": True},
+    "plan, FSDP, static": {"system": "plan", "dp_shard": "ranks", "static": True},
     "plan, TP and SP": {"system": "plan", "tp": "ranks", "sp": True},
     "plan, TP, static": {"system": "plan", "tp": "ranks", "static": True},
 }
 # By name, the largest accepted difference of losses; 8-bit moments, Muon and bf16 are shown only.
 TOLERANCE = 1e-3
+BATCH = 8
 NOT_COMPARED = ("fsdp, 8-bit Adam", "fsdp, Muon", "fsdp, bf16")
 CPU, SINGLE = "the CPU", "one device"
 
@@ -49,7 +52,8 @@ def jobs(device: str, ranks: int, steps: int, model: str, folder: Path) -> dict[
     def job(name: str, device: str, ranks: int, **options: Any) -> TrainingJob:
         values: dict[str, Any] = {
             "out": folder / name.replace(", ", "-").replace(" ", "-"), "model": model,
-            "device": device, "ranks": ranks, "steps": steps, "micro_batch": 1, "resume": "never",
+            "device": device, "ranks": ranks, "steps": steps, "global_batch": BATCH,
+            "micro_batch": BATCH if "tp" in options else BATCH // ranks, "resume": "never",
             "tensorboard": False, "final_checkpoint": False,
         }  # fmt: skip
         values |= {key: ranks if value == "ranks" else value for key, value in options.items()}
@@ -57,7 +61,8 @@ def jobs(device: str, ranks: int, steps: int, model: str, folder: Path) -> dict[
         return TrainingJob(name, config, f"{device} {ranks}")
 
     first = {CPU: job(CPU, "cpu", 1, system="single"), SINGLE: job(SINGLE, device, 1)}
-    return first | {name: job(name, device, ranks, **way) for name, way in SYSTEMS.items()}
+    ways = {name: way for name, way in SYSTEMS.items() if ranks > 1 or "tp" not in way}
+    return first | {name: job(name, device, ranks, **way) for name, way in ways.items()}
 
 
 def result(outcome: Outcome) -> dict[str, Any]:
