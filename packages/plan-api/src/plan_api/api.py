@@ -121,6 +121,8 @@ def parallelize(
 
     - DTensor's strategies for fused attention on CPU
       (``_scaled_dot_product_flash_attention_for_cpu`` and its backward), for which torch has none;
+    - ``torch.nn.functional.scaled_dot_product_attention``, which runs on the local tensors of
+      DTensors where it has a mask or torch's math backend computes it;
     - DTensor's handlers of ``_log_softmax``, ``nll_loss``, ``mse_loss``, ``smooth_l1_loss``,
       ``huber_loss``, ``binary_cross_entropy``, ``soft_margin_loss`` and their backward;
     - from torch 2.14 on, DTensor's strategy for ``convolution_backward``, which is removed;
