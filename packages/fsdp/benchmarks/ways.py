@@ -98,6 +98,44 @@ def _deepspeed(model):
     return Training(engine, engine.backward, engine.step)
 
 
+def _floor(model):
+    """What native collectives cost at least: the model alone, AdamW of shards, bare collectives.
+
+    The collectives are those of a step of FSDP2, of flat tensors that nobody fills or reads; there
+    is no numerical result. Its processor time is the least that a step can take with them.
+    """
+    device, world = next(model.parameters()).device, dist.get_world_size()
+    parts = [
+        *model.model.layers,
+        nn.ModuleList([model.model.embed_tokens, model.model.norm, model.lm_head]),
+    ]
+    sizes = [-(-sum(p.numel() for p in part.parameters()) // world) for part in parts]
+    shards = [torch.zeros(size, device=device, requires_grad=True) for size in sizes]
+    optimizer = torch.optim.AdamW(shards, lr=1e-3)
+
+    def gather(shards):
+        for shard in shards:
+            whole = torch.empty(world * shard.numel(), device=device)
+            dist.all_gather_into_tensor(whole, shard.detach())
+
+    def backward(loss):
+        loss.backward()
+        model.zero_grad()
+        gather(shards[:-1])  # the root's parameters are kept
+        for shard in shards:
+            shard.grad = torch.empty_like(shard)
+            dist.reduce_scatter_tensor(
+                shard.grad, torch.zeros(world * shard.numel(), device=device)
+            )
+
+    def update():
+        optimizer.step()
+        optimizer.zero_grad()
+        gather(shards)
+
+    return Training(model, backward, update)
+
+
 def left_out(device):
     """The ways that cannot be measured here, and why."""
     why = {}
@@ -120,4 +158,5 @@ WAYS = {
     "fsdp (exchange)": _fsdp,
     "no DBuffer (native)": partial(_fsdp, strategy="native", buffers=False),
     "no DBuffer (exchange)": partial(_fsdp, buffers=False),
+    "floor (native)": _floor,
 }
