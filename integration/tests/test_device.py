@@ -20,6 +20,7 @@ MORE_RUNS = {
     "mixed precision of one device": {"system": "single", "ranks": 1, "dtype": "bf16"},
     # The numbers of an emulated GPU, as the host and the device have generators of their own.
     "drawn on shards": {"system": "fsdp", "init": "sharded", "random": "dist-rng"},
+    "dropout": {"system": "plan", "dp_shard": 2, "random": "dist-rng", "dropout": 0.1},
     "tensor parallel": {"system": "dtensor-tp"},
     "static": {"system": "plan", "tp": 2, "sp": True, "static": True},
     "ZeRO-3 by the plan": {"system": "plan", "dp_shard": 2, "zero3": True},
@@ -40,6 +41,7 @@ def trained(out, device, options):
 
     from dist_rng import Geometry
     from dist_rng.emulation.device import emulated_device
+    from dist_rng.single_device import fused_dropout
     from integration.train.config import TrainConfig
     from integration.train.launch.world import World
     from integration.train.loop import Trainer
@@ -49,9 +51,11 @@ def trained(out, device, options):
     world = World(dist.get_rank(), size)
     options = {"model": "llama-tiny", "micro_batch": 2} | options
     config = TrainConfig(**options, out=out / device, device=device, steps=3)
-    gpu = contextlib.nullcontext()
+    gpu = contextlib.ExitStack()
     if config.random == "dist-rng":
-        gpu = emulated_device(Geometry(sm_count=132, max_threads_per_sm=2048))
+        gpu.enter_context(emulated_device(Geometry(sm_count=132, max_threads_per_sm=2048)))
+        if device == "cpu":  # composes dropout; the simulated device has a GPU's operator
+            gpu.enter_context(fused_dropout())
     losses = []
     with gpu:
         for steps in (2, 3):

@@ -44,7 +44,7 @@ def single_device_rng(*, geometry: Geometry) -> Iterator[None]:
     Raises:
         ValueError: inside the context, from an operator that is not emulated, such as ``randperm``.
     """
-    with emulated_device(geometry), patched_initializers(), _fused_dropout(), _DrawAsOnGpu():
+    with emulated_device(geometry), patched_initializers(), fused_dropout(), _DrawAsOnGpu():
         yield
 
 
@@ -53,7 +53,7 @@ _COMPOSED, _COMPOSED_TORCH = F.dropout, torch.dropout
 
 
 @contextmanager
-def _fused_dropout() -> Iterator[None]:
+def fused_dropout() -> Iterator[None]:
     """Makes dropout call the fused operator, under all of its names.
 
     The mode also handles functions that were imported by name, but is disabled inside
