@@ -168,17 +168,29 @@ def _torchrun(folder, *arguments):
     return done.stderr
 
 
+def _script():
+    path = Path(__file__).with_name("restarts.py")
+    spec = importlib.util.spec_from_file_location("restarts", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _undisturbed(folder):
+    script = _script()
+    trainer = script.Trainer(folder)
+    return {step: trainer.step(step) for step in range(script.STEPS)}
+
+
 def _losses(folder, again, rank):
     lines = (folder / f"losses-{again}-{rank}.jsonl").read_text().splitlines()
     return dict(json.loads(line) for line in lines)
 
 
 def test_training_resumes_from_a_checkpoint_after_a_rank_is_killed(tmp_path):
-    _torchrun(tmp_path / "undisturbed")
     log = _torchrun(tmp_path / "killed", "3")
     assert "exitcode: -9" in log  # SIGKILL
-    for rank in range(2):
-        wanted = _losses(tmp_path / "undisturbed", 0, rank)
+    for rank, wanted in enumerate(run_ranks(_undisturbed, 2, tmp_path)):
         assert list(wanted) == list(range(6))
         before = _losses(tmp_path / "killed", 0, rank)
         after = _losses(tmp_path / "killed", 1, rank)
@@ -187,7 +199,7 @@ def test_training_resumes_from_a_checkpoint_after_a_rank_is_killed(tmp_path):
         assert before == {step: wanted[step] for step in before}
         assert after == {step: wanted[step] for step in after}
     survivor = json.loads((tmp_path / "killed" / "error-0.json").read_text())
-    assert survivor["seconds"] < _timeout_of_script()
+    assert survivor["seconds"] < _script().TIMEOUT
     # which of the three groups it waited for depends on what rank 1 had sent before it died
     assert re.match(
         r"DBuffer: (all_gather|reduce_scatter) of '([012])\.0\.weight', '\2\.0\.bias' \(48 "
@@ -196,11 +208,3 @@ def test_training_resumes_from_a_checkpoint_after_a_rank_is_killed(tmp_path):
         survivor["error"],
     )
     assert not (tmp_path / "killed" / "error-1.json").exists()
-
-
-def _timeout_of_script():
-    path = Path(__file__).with_name("restarts.py")
-    spec = importlib.util.spec_from_file_location("restarts", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.TIMEOUT

@@ -11,10 +11,11 @@ from pathlib import Path
 
 __all__ = ["blocks", "examples", "page_examples", "run_examples"]
 
-# Importing torch takes most of an example's time: it is imported once, and each example has a fork.
+# Imports of torch take most of an example's time, dynamo's at the first operator on a DTensor: they
+# happen once, and each example has a fork.
 _SCRIPT = """
 import os, runpy, sys
-import torch.distributed.tensor
+import torch._dynamo, torch.distributed.tensor
 for path in sys.argv[1:]:
     child = os.fork()
     if child == 0:
