@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -14,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp import fully_shard
-from testkit import run_ranks
+from testkit import RankError, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -143,6 +144,27 @@ def test_missing_replica_is_an_error_that_names_the_axis():
     run_ranks(check, 2)
 
 
+def test_death_of_a_rank_is_an_error_that_names_the_collective():
+    def check():
+        mesh = init_device_mesh("cpu", (2,))
+        model = _sharded(mesh)
+        if dist.get_rank() == 1:
+            model.blocks[1].register_full_backward_pre_hook(
+                lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            )
+        _train(model)
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(check, 2)
+    reports = {report.rank: report for report in caught.value.reports}
+    assert (reports[0].state, reports[1].state) == ("raised", "died")
+    assert re.search(
+        r"DBuffer: (all_gather|reduce_scatter) of 'blocks\.\d\.weight', 'blocks\.\d\.bias' .* failed on "
+        r"rank 0: .*[Cc]onnection",
+        reports[0].detail,
+    )
+
+
 def _torchrun(folder, *arguments):
     """Runs restarts.py on two ranks, with one restart."""
     folder.mkdir()
@@ -187,6 +209,7 @@ def _losses(folder, again, rank):
     return dict(json.loads(line) for line in lines)
 
 
+@pytest.mark.slow
 def test_training_resumes_from_a_checkpoint_after_a_rank_is_killed(tmp_path):
     log = _torchrun(tmp_path / "killed", "3")
     assert "exitcode: -9" in log  # SIGKILL

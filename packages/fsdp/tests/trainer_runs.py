@@ -1,13 +1,14 @@
 """Trains a small LLaMA with Hugging Face's Trainer: ``trainer_runs.py FOLDER NAME...``.
 
-Under torchrun. Each run with one of the names, and runs that resume it, happen with native FSDP2,
-then after `fsdp.integrations.install`, in the same processes. Rank 0 writes ``runs.json`` into the
-folder: of each run the losses and norms of gradients that the Trainer logged, the placement of the
-parameters, and a fingerprint of what was saved.
+On two ranks, with the environment of torchrun. Each run with one of the names, and runs that resume
+it, happen with native FSDP2, then after `fsdp.integrations.install`, in the same processes. Rank 0
+writes ``runs.json`` into the folder: of each run the losses and norms of gradients that the Trainer
+logged, the placement of the parameters, and a fingerprint of what was saved.
 """
 
 import gc
 import json
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +33,7 @@ from fsdp import fully_shard, integrations
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 50}
 FOLDER, NAMES = Path(sys.argv[1]), sys.argv[2:]
+RANKS = 2
 TOKENS = torch.randint(50, (32, 16), generator=torch.Generator().manual_seed(1))
 DATA = [{"input_ids": row, "labels": row} for row in TOKENS]
 FULL = {"state_dict_type": "FULL_STATE_DICT"}
@@ -197,7 +199,9 @@ def refusals(folder):
 
 
 def main():
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    group = {"rank": int(os.environ["RANK"]), "world_size": RANKS}
+    store = (FOLDER / "store").as_uri()
+    dist.init_process_group("gloo", store, timeout=timedelta(seconds=60), **group)
     results = {}
     for system in ("native", "fsdp"):
         if system == "fsdp":
@@ -219,5 +223,16 @@ def main():
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def start(rank):
+    """Forks a rank, as imports take longer than its runs; returns its process id."""
+    if child := os.fork():
+        return child
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    os.environ |= dict(zip(names, map(str, (rank, rank, RANKS, RANKS)), strict=True))
     main()
+    sys.exit()
+
+
+if __name__ == "__main__":
+    processes = [start(rank) for rank in range(RANKS)]
+    sys.exit(max(os.waitpid(process, 0)[1] for process in processes) != 0)
