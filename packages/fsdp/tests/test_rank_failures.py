@@ -159,8 +159,8 @@ def test_death_of_a_rank_is_an_error_that_names_the_collective():
     reports = {report.rank: report for report in caught.value.reports}
     assert (reports[0].state, reports[1].state) == ("raised", "died")
     assert re.search(
-        r"DBuffer: (all_gather|reduce_scatter) of 'blocks\.\d\.weight', 'blocks\.\d\.bias' .* failed on "
-        r"rank 0: .*[Cc]onnection",
+        r"DBuffer: (all_gather|reduce_scatter) of 'blocks\.\d\.weight', 'blocks\.\d\.bias' .* "
+        r"failed on rank 0: .*[Cc]onnection",
         reports[0].detail,
     )
 
