@@ -55,7 +55,7 @@ def wholes(model):
 # The bits of one device.
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_unsharded_weights_equal_quantization_on_one_device(world):
     def check():
         for dtype in DTYPES:

@@ -357,8 +357,16 @@ PLACED = {
 }
 
 
-@pytest.mark.parametrize("names", [("dp", "tp"), ("tp", "dp")], ids=" x ".join)
-@pytest.mark.parametrize("experts", [3, 1])
+@pytest.mark.parametrize(
+    ("names", "experts"),
+    [
+        (("dp", "tp"), 3),
+        (("tp", "dp"), 1),
+        pytest.param(("tp", "dp"), 3, marks=pytest.mark.slow),
+        pytest.param(("dp", "tp"), 1, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_safetensors_are_exchanged_with_one_device(names, experts, tmp_path):
     alone = _model(experts)
     save_safetensors(alone, tmp_path / "alone")
@@ -415,8 +423,16 @@ def _placed(mesh, granularity):
     return dict(model.named_parameters()), alone
 
 
-@pytest.mark.parametrize("granularity", [None, Rows(2)], ids=str)
-@pytest.mark.parametrize("names", [("dp", "tp"), ("tp", "dp")], ids=" x ".join)
+@pytest.mark.parametrize(
+    ("names", "granularity"),
+    [
+        (("dp", "tp"), Rows(2)),
+        (("tp", "dp"), None),
+        pytest.param(("dp", "tp"), None, marks=pytest.mark.slow),
+        pytest.param(("tp", "dp"), Rows(2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_norms_are_one_devices_and_nothing_is_gathered(names, granularity):
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
