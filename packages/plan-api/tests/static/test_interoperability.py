@@ -201,7 +201,8 @@ def test_compiled_blocks_equal_eager_blocks(backend, within, shape, fully_sharde
         mesh = _mesh(shape)
         ends = []
         for compiles in (False, True):
-            model = _llama(mesh, "static", fully_sharded=fully_sharded, attention_dropout=0.0)
+            changes = {"attention_dropout": 0.0, "num_hidden_layers": 1}
+            model = _llama(mesh, "static", fully_sharded=fully_sharded, **changes)
             if compiles:
                 for layer in model.model.layers:
                     layer.compile(backend=backend)
