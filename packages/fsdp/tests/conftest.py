@@ -5,7 +5,12 @@ import torch
 
 from testkit import preload
 
-preload("fsdp.optim")
+preload(
+    "fsdp.optim",
+    "ragged_shard.patches",
+    "testkit.models.residual_stack",
+    "transformers.models.llama.modeling_llama",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """`fsdp.integrations`: Hugging Face's Trainer trains, saves and resumes as with native FSDP2."""
 
+import functools
 import json
 import os
 import subprocess
@@ -17,29 +18,44 @@ from ragged_shard import RaggedShard
 from testkit import run_ranks
 
 SCRIPT = Path(__file__).with_name("trainer_runs.py")
-BY_ACCELERATE = ["sharded", "full", "efficient"]
-BY_TRANSFORMERS = ["loaded", "loaded, from shards", "made"]
-BY_TRANSFORMERS += ["loaded, experts", "loaded, experts, from shards"]
-BIT_FOR_BIT = ["sharded", "sharded, resumed", "efficient", "efficient, resumed"]
-BIT_FOR_BIT += ["weights only", *BY_TRANSFORMERS]
-CLIPPED = ["full", "full, resumed"]
+# Of the runs of ``trainer_runs.py``: one whose model accelerate shards, and one by transformers.
+FAST = ("sharded", "loaded")
+SLOW = ("full", "efficient", "weights only", "loaded, tied", "loaded, experts", "made")
+BIT_FOR_BIT = ["sharded", "sharded, resumed", "loaded", "loaded, from shards"]
+MORE_BIT_FOR_BIT = ["efficient", "efficient, resumed", "weights only", "made"]
+MORE_BIT_FOR_BIT += ["loaded, experts", "loaded, experts, from shards"]
+
+
+def slow(names):
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Returns the results of ``trainer_runs.py`` on two ranks; a hang ends in the time-out."""
-    folder = tmp_path_factory.mktemp("trainer")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", str(SCRIPT), str(folder)]
-    # What accelerate and transformers would otherwise take from the machine.
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=480)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads((folder / "runs.json").read_text())
+def results_of(tmp_path_factory):
+    """Returns a function of names: the results of ``trainer_runs.py`` on two ranks, once each."""
+
+    @functools.cache
+    def results(names):
+        folder = tmp_path_factory.mktemp("trainer")
+        command = [sys.executable, str(SCRIPT), str(folder), *names]
+        # What accelerate and transformers would otherwise take from the machine.
+        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        # A hang ends in the time-out.
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=480)
+        assert done.returncode == 0, done.stderr[-5000:]
+        return json.loads((folder / "runs.json").read_text())
+
+    return results
+
+
+@pytest.fixture
+def runs(results_of, request):
+    """Returns the results of the runs among which a test's is: the slow ones for a slow test."""
+    return results_of(SLOW if request.node.get_closest_marker("slow") else FAST)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", BIT_FOR_BIT)
+@pytest.mark.parametrize("name", [*BIT_FOR_BIT, *slow(MORE_BIT_FOR_BIT)])
 def test_losses_and_saved_weights_equal_native_fsdp2(runs, name):
     native, actual = runs["native"][name], runs["fsdp"][name]
     assert (native["placement"], actual["placement"]) == ("Shard", "RaggedShard")
@@ -51,7 +67,7 @@ def test_losses_and_saved_weights_equal_native_fsdp2(runs, name):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", CLIPPED)
+@pytest.mark.parametrize("name", slow(["full", "full, resumed"]))
 def test_clipped_runs_equal_native_fsdp2_up_to_the_order_of_the_norm(runs, name):
     """Gradients are scaled by the norm, whose last bit the order of its sum decides."""
     native, actual = runs["native"][name], runs["fsdp"][name]
@@ -66,7 +82,7 @@ def test_clipped_runs_equal_native_fsdp2_up_to_the_order_of_the_norm(runs, name)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", BY_ACCELERATE)
+@pytest.mark.parametrize("name", ["sharded", *slow(["full", "efficient"])])
 def test_resumed_run_has_the_losses_of_an_uninterrupted_run(runs, name):
     stopped, whole = runs["fsdp"][f"{name}, resumed"], runs["fsdp"][name]
     assert stopped["losses"] == whole["losses"]
@@ -74,12 +90,15 @@ def test_resumed_run_has_the_losses_of_an_uninterrupted_run(runs, name):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["weights only", "loaded", "loaded, tied", "loaded, experts"])
+@pytest.mark.parametrize(
+    "name", ["loaded", *slow(["weights only", "loaded, tied", "loaded, experts"])]
+)
 def test_trainer_saves_the_weights_of_one_device(runs, name):
     actual = runs["fsdp"][name]
     assert actual["saved"] == actual["weights"]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_tied_weights_are_one_parameter_of_one_group(runs):
     """FSDP2 reduces the gradients of both modules and adds them; here they are added first."""

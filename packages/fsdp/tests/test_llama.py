@@ -11,7 +11,7 @@ from testkit import CommLog, models, run_ranks
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 20
+STEPS = 10
 LAYERS = 3
 
 

@@ -86,7 +86,11 @@ def _train(model, rows, clip):
     return norms
 
 
-@pytest.mark.parametrize("granularity", [None, Rows(8), Rows(16)], ids=str)
+@pytest.mark.parametrize(
+    "granularity",
+    [*(pytest.param(one, marks=pytest.mark.slow) for one in (None, Rows(16))), Rows(8)],
+    ids=str,
+)
 def test_expert_parallelism_trains_as_on_one_device(granularity):
     def check():
         rank = torch.distributed.get_rank()

@@ -36,7 +36,9 @@ GRANULARITIES = {"elements": Block(1), "rows": Rows(3), "whole": Whole()}
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_fifty_steps_have_the_bits_of_torchs_muon(ranks, granularity):
     def check():
         model, reference = sharded(fully_shard, GRANULARITIES[granularity]), MatrixNet()
@@ -227,7 +229,10 @@ def test_hsdp_gathers_matrices_within_the_shard_axis():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize(
+    "granularity",
+    ["elements", *(pytest.param(one, marks=pytest.mark.slow) for one in ("rows", "whole"))],
+)
 def test_hsdp_computes_each_matrix_once_in_a_shard_group_with_the_bits_of_one_device(granularity):
     def check():
         calls = []

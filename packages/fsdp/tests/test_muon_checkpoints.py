@@ -119,8 +119,15 @@ def test_full_state_dicts_of_one_device_and_of_shards_are_exchangeable():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("saved", "loaded"), [("torch", "fsdp"), ("fsdp", "torch")])
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize(
+    ("saved", "loaded", "flat"),
+    [
+        pytest.param("torch", "fsdp", False, id="nested, to fsdp"),
+        pytest.param("fsdp", "torch", True, id="flat, to FSDP2"),
+        pytest.param("torch", "fsdp", True, id="flat, to fsdp", marks=pytest.mark.slow),
+        pytest.param("fsdp", "torch", False, id="nested, to FSDP2", marks=pytest.mark.slow),
+    ],
+)
 def test_distributed_checkpoints_of_fsdp2_with_torchs_muon_are_exchangeable(
     tmp_path, saved, loaded, flat
 ):

@@ -87,7 +87,9 @@ def trained_reference(model, steps, **options):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_steps_and_state_have_the_bits_of_a_reference_on_one_device(ranks, granularity):
     def check():
         model = sharded(fully_shard, GRANULARITIES[granularity])

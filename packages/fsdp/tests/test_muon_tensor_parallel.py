@@ -69,7 +69,11 @@ def step_both(param, optimizer, split, steps=3, **options):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("granularity", [Block(1), Rows(1), Whole()], ids=str)
+@pytest.mark.parametrize(
+    "granularity",
+    [*(pytest.param(one, marks=pytest.mark.slow) for one in (Block(1), Whole())), Rows(1)],
+    ids=str,
+)
 def test_rows_that_tp_shards_have_the_bits_of_one_device(granularity):
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

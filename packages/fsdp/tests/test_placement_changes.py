@@ -19,6 +19,12 @@ pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]  # DCP's 
 
 STAYS = ("ddp", "zero1", "zero2", "hfsdp")
 NAMES = (*STAYS, "zero3", "hsdp")
+# One mesh axis and two: the other strategies share the code of these.
+ONE_OF_EACH = [
+    "zero2",
+    "hfsdp",
+    *(pytest.param(one, marks=pytest.mark.slow) for one in ("ddp", "zero1")),
+]
 
 
 def shard(name, model=None, **options):
@@ -96,8 +102,16 @@ CHANGES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("param_dtype", [None, torch.float64])
-@pytest.mark.parametrize("name", STAYS)
+@pytest.mark.parametrize(
+    ("name", "param_dtype"),
+    [
+        *zip(STAYS, (torch.float64, None, torch.float64, None), strict=True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in zip(STAYS, (None, torch.float64, None, torch.float64), strict=True)
+        ),
+    ],
+)
 def test_evaluation_gathers_once_and_sees_each_change(name, param_dtype):
     def check():
         model = shard(name, mp_policy=MixedPrecisionPolicy(param_dtype))
@@ -121,7 +135,7 @@ def test_evaluation_gathers_once_and_sees_each_change(name, param_dtype):
     assert run_ranks(check, 4, timeout=200) == [gathers] * 4
 
 
-@pytest.mark.parametrize("name", STAYS)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_first_forward_of_training_sees_writes_that_torch_does_not_count(name):
     def check():
         model = shard(name)
@@ -221,7 +235,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    ["Muon", *(pytest.param(one, marks=pytest.mark.slow) for one in ("SGD", "Adam8bit", "SOAP"))],
+)
 def test_optimizers_have_the_bits_of_fsdp(optimizer):
     def check():
         how = {"make_optimizer": OPTIMIZERS[optimizer]}
@@ -262,7 +279,7 @@ OF_HFSDP = {
 }
 
 
-MORE_OPTIONS = ("exchange", "rows", "whole")
+MORE_OPTIONS = ("exchange", "rows", "whole", "prefetch", "kept after forward")
 
 
 @pytest.mark.parametrize(
@@ -282,7 +299,7 @@ def test_options_have_the_bits_of_fsdp(option):
     run_ranks(check, 4, timeout=200)
 
 
-@pytest.mark.parametrize("name", STAYS)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_recomputed_modules_and_several_forwards_before_backward(name):
     def check():
         found = []
@@ -297,7 +314,7 @@ def test_recomputed_modules_and_several_forwards_before_backward(name):
     run_ranks(check, 4)
 
 
-@pytest.mark.parametrize("name", STAYS)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_parameters_on_meta_are_materialized(name):
     def check():
         with torch.device("meta"):
@@ -309,7 +326,7 @@ def test_parameters_on_meta_are_materialized(name):
     run_ranks(check, 4)
 
 
-@pytest.mark.parametrize("name", STAYS)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_cast_of_the_module_is_seen_by_evaluation(name):
     def check():
         model, x = shard(name), batch(0)
@@ -322,7 +339,9 @@ def test_a_cast_of_the_module_is_seen_by_evaluation(name):
     run_ranks(check, 4)
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize(
+    "name", ["zero2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ddp", "zero1"))]
+)
 def test_parameters_that_tensor_parallelism_shards(name):
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

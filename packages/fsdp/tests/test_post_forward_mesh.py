@@ -31,7 +31,7 @@ def test_backward_gathers_over_the_post_forward_mesh():
         assert sorted(ranks) == [2, 2, 2, 2, 4, 4, 4, 4]
 
 
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("keeps", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_set_reshard_after_forward_replaces_the_number(keeps):
     def check():
         model = shard(fsdp, stack(), reshard_after_forward=2, strategy="native")

@@ -19,7 +19,7 @@ from testkit.models.tile_net import batch, fake_quantized, losses, net, plain_lo
 pytestmark = pytest.mark.ranks
 DTYPES = (torch.int8, torch.float8_e4m3fn)
 SMALL = Tiles(rows=8, cols=8)  # so that small weights have many, and edges cut some
-STEPS = 8
+STEPS = 5
 
 
 def of_matrices(tiles):
@@ -55,7 +55,7 @@ def wholes(model):
 # The bits of one device.
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_unsharded_weights_equal_quantization_on_one_device(world):
     def check():
         for dtype in DTYPES:
@@ -73,7 +73,9 @@ def test_unsharded_weights_equal_quantization_on_one_device(world):
     run_ranks(check, world)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    "world", [*(pytest.param(one, marks=pytest.mark.slow) for one in (1, 4)), 2]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=["int8", "e4m3"])
 def test_losses_equal_one_device(world, dtype):
     tiles = Tiles(dtype, 8, 8)

@@ -83,7 +83,7 @@ def _load(path, kind):
     ("writer", "saved_at", "reader", "loaded_at"),
     [
         ("quantized", 2, "quantized", 4),
-        ("quantized", 4, "plain", 2),
+        pytest.param("quantized", 4, "plain", 2, marks=pytest.mark.slow),
         ("quantized", 2, "FSDP2", 2),
         ("plain", 4, "quantized", 2),
         ("FSDP2", 2, "quantized", 1),

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -14,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp import fully_shard
-from testkit import run_ranks
+from testkit import RankError, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -143,6 +144,27 @@ def test_missing_replica_is_an_error_that_names_the_axis():
     run_ranks(check, 2)
 
 
+def test_death_of_a_rank_is_an_error_that_names_the_collective():
+    def check():
+        mesh = init_device_mesh("cpu", (2,))
+        model = _sharded(mesh)
+        if dist.get_rank() == 1:
+            model.blocks[1].register_full_backward_pre_hook(
+                lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            )
+        _train(model)
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(check, 2)
+    reports = {report.rank: report for report in caught.value.reports}
+    assert (reports[0].state, reports[1].state) == ("raised", "died")
+    assert re.search(
+        r"DBuffer: (all_gather|reduce_scatter) of 'blocks\.\d\.weight', 'blocks\.\d\.bias' .* "
+        r"failed on rank 0: .*[Cc]onnection",
+        reports[0].detail,
+    )
+
+
 def _torchrun(folder, *arguments):
     """Runs restarts.py on two ranks, with one restart."""
     folder.mkdir()
@@ -168,17 +190,30 @@ def _torchrun(folder, *arguments):
     return done.stderr
 
 
+def _script():
+    path = Path(__file__).with_name("restarts.py")
+    spec = importlib.util.spec_from_file_location("restarts", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _undisturbed(folder):
+    script = _script()
+    trainer = script.Trainer(folder)
+    return {step: trainer.step(step) for step in range(script.STEPS)}
+
+
 def _losses(folder, again, rank):
     lines = (folder / f"losses-{again}-{rank}.jsonl").read_text().splitlines()
     return dict(json.loads(line) for line in lines)
 
 
+@pytest.mark.slow
 def test_training_resumes_from_a_checkpoint_after_a_rank_is_killed(tmp_path):
-    _torchrun(tmp_path / "undisturbed")
     log = _torchrun(tmp_path / "killed", "3")
     assert "exitcode: -9" in log  # SIGKILL
-    for rank in range(2):
-        wanted = _losses(tmp_path / "undisturbed", 0, rank)
+    for rank, wanted in enumerate(run_ranks(_undisturbed, 2, tmp_path)):
         assert list(wanted) == list(range(6))
         before = _losses(tmp_path / "killed", 0, rank)
         after = _losses(tmp_path / "killed", 1, rank)
@@ -187,7 +222,7 @@ def test_training_resumes_from_a_checkpoint_after_a_rank_is_killed(tmp_path):
         assert before == {step: wanted[step] for step in before}
         assert after == {step: wanted[step] for step in after}
     survivor = json.loads((tmp_path / "killed" / "error-0.json").read_text())
-    assert survivor["seconds"] < _timeout_of_script()
+    assert survivor["seconds"] < _script().TIMEOUT
     # which of the three groups it waited for depends on what rank 1 had sent before it died
     assert re.match(
         r"DBuffer: (all_gather|reduce_scatter) of '([012])\.0\.weight', '\2\.0\.bias' \(48 "
@@ -196,11 +231,3 @@ def test_training_resumes_from_a_checkpoint_after_a_rank_is_killed(tmp_path):
         survivor["error"],
     )
     assert not (tmp_path / "killed" / "error-1.json").exists()
-
-
-def _timeout_of_script():
-    path = Path(__file__).with_name("restarts.py")
-    spec = importlib.util.spec_from_file_location("restarts", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.TIMEOUT

@@ -6,4 +6,4 @@ EXAMPLES = [*examples(__file__), *page_examples(__file__)]
 
 
 def test_examples_run(tmp_path):
-    run_examples(EXAMPLES, tmp_path)
+    run_examples(EXAMPLES, tmp_path, ["fsdp", "fsdp.optim", "fsdp.simulate"])

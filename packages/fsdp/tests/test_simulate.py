@@ -270,6 +270,7 @@ def test_bars_are_proportional_to_memory(tmp_path):
     assert bars == pytest.approx([CHART_WIDTH * peak / max(peaks) for peak in peaks], abs=0.5)
 
 
+@pytest.mark.slow
 def test_simulating_a_large_model_on_many_ranks_takes_seconds():
     from transformers import LlamaConfig, LlamaForCausalLM
 

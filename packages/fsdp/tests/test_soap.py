@@ -57,7 +57,9 @@ def single_device():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_fifty_steps_have_the_bits_and_the_memory_of_one_device(ranks, granularity):
     def check():
         model = sharded(fully_shard, GRANULARITIES[granularity])

@@ -20,7 +20,7 @@ def sent(granularity, **options):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("granularity", [Block(1), Rows(8)], ids=str)
 def test_step_sends_an_nth_of_gathering_all_matrices_on_all_ranks(ranks, granularity):
     """Strips that are sharded cost up to two Nths, and strips on their owner nothing."""

@@ -23,8 +23,8 @@ OPTIONS = {"block_size": 8, "precondition_frequency": 3}
 @pytest.mark.parametrize(
     ("saved", "saved_as", "loaded", "loaded_as", "steps_before", "flat"),
     [
-        (4, Block(1), 1, Rows(3), 0, False),
-        (4, Rows(3), 2, Whole(), 2, False),
+        pytest.param(4, Block(1), 1, Rows(3), 0, False, marks=pytest.mark.slow),
+        pytest.param(4, Rows(3), 2, Whole(), 2, False, marks=pytest.mark.slow),
         (2, Whole(), 4, Block(1), 0, True),
     ],
 )

@@ -112,14 +112,25 @@ CASES = {
     "TP x two axes shard": ({"tp": 2, "dp": 1, "cp": 2}, "tp", {"shard": ("dp", "cp")}),
     "TP x DDP": ({"tp": 2, "dp": 2}, "tp", {"replicate": "dp"}),
 }  # fmt: skip
+FAST = ("FSDP x TP", "HSDP", "two axes shard", "TP x DDP")
 
 
 @native
 @pytest.mark.ranks
-def test_every_mesh_trains_as_fsdp2_and_as_one_device():
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(FAST, id="fast"),
+        pytest.param(
+            [name for name in CASES if name not in FAST], id="more", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_every_mesh_trains_as_fsdp2_and_as_one_device(names):
     def check():
         found, meshes = {}, {}  # of equal meshes DTensor's caches return the first
-        for name, (axes, tp, dims) in CASES.items():
+        for name in names:
+            axes, tp, dims = CASES[name]
             key = tuple(axes.items())
             if key not in meshes:
                 meshes[key] = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=(*axes,))

@@ -88,7 +88,7 @@ def _load(path, name):
         ("fsdp", 2, "fsdp", 2),
         ("fsdp", 2, "fsdp", 1),
         ("fsdp", 1, "fsdp", 2),
-        ("fsdp", 4, "fsdp", 3),
+        pytest.param("fsdp", 4, "fsdp", 3, marks=pytest.mark.slow),
         ("torch", 2, "fsdp", 2),
         ("fsdp", 2, "torch", 2),
     ],
@@ -141,7 +141,13 @@ def _load_in(path, system):
     return losses
 
 
-@pytest.mark.parametrize("writer", SYSTEMS)
+@pytest.mark.parametrize(
+    "writer",
+    [
+        *("fsdp on 2", "FSDP2 on 2"),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("fsdp on 4", "one process")),
+    ],
+)
 def test_checkpoints_are_exchanged_both_ways_with_fsdp2_and_other_ranks(tmp_path, writer):
     wanted = run_ranks(_save_in, SYSTEMS[writer][1], tmp_path, writer)[0]
     for reader, (_, ranks) in SYSTEMS.items():

@@ -311,14 +311,23 @@ def test_flattened_axes_must_follow_each_other_in_the_mesh():
             fully_shard(model, mesh=mesh["a", "b"]._flatten("data"))
 
 
-def test_fsdp_axes_may_flatten_or_split_the_axes_of_a_parameter():
+@pytest.mark.parametrize(
+    ("shape", "names", "data", "sizes"),
+    [
+        ((1, 2, 2), ("a", "b", "tp"), ("a", "b"), (2,)),
+        ((2, 2), ("dp", "tp"), ("dp",), (2, 1)),
+        pytest.param((2, 2), ("dp", "tp"), ("dp",), (1, 2), marks=pytest.mark.slow),
+        pytest.param((4, 1), ("dp", "tp"), ("dp",), (2, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_fsdp_axes_may_flatten_or_split_the_axes_of_a_parameter(shape, names, data, sizes):
     """A plan over the whole mesh makes such parameters; TP shards them too, or there is no TP.
 
     fully_shard's axis may flatten several axes of the parameter (experts), and its two axes may be
     one of the parameter's (HSDP). Gradients are terms of a sum along these, and not averaged.
     """
 
-    def check(shape, names, data, sizes):
+    def check():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         model, alone = distribute_module(_model(), mesh), _model()
         for block in model:
@@ -347,10 +356,4 @@ def test_fsdp_axes_may_flatten_or_split_the_axes_of_a_parameter():
         for (name, mine), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad, msg=name)
 
-    def check_all():
-        check((1, 2, 2), ("a", "b", "tp"), ("a", "b"), (2,))
-        check((2, 2), ("dp", "tp"), ("dp",), (2, 1))
-        check((2, 2), ("dp", "tp"), ("dp",), (1, 2))
-        check((4, 1), ("dp", "tp"), ("dp",), (2, 2))
-
-    run_ranks(check_all, 4, timeout=120)
+    run_ranks(check, 4, timeout=120)

@@ -63,7 +63,7 @@ def whole(param):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_owners_are_balanced_over_groups_and_compute_the_same_bits(ranks):
     def check():
         found = []

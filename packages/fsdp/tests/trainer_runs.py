@@ -1,12 +1,14 @@
-"""Trains a small LLaMA with Hugging Face's Trainer under torchrun: ``trainer_runs.py FOLDER``.
+"""Trains a small LLaMA with Hugging Face's Trainer: ``trainer_runs.py FOLDER NAME...``.
 
-Each run happens with native FSDP2, then after `fsdp.integrations.install`, in the same processes.
-Rank 0 writes ``runs.json`` into the folder: of each run the losses and norms of gradients that the
-Trainer logged, the placement of the parameters, and a fingerprint of what was saved.
+On two ranks, with the environment of torchrun. Each run with one of the names, and runs that resume
+it, happen with native FSDP2, then after `fsdp.integrations.install`, in the same processes. Rank 0
+writes ``runs.json`` into the folder: of each run the losses and norms of gradients that the Trainer
+logged, the placement of the parameters, and a fingerprint of what was saved.
 """
 
 import gc
 import json
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +32,8 @@ from transformers.distributed import DistributedConfig
 from fsdp import fully_shard, integrations
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 50}
-FOLDER = Path(sys.argv[1])
+FOLDER, NAMES = Path(sys.argv[1]), sys.argv[2:]
+RANKS = 2
 TOKENS = torch.randint(50, (32, 16), generator=torch.Generator().manual_seed(1))
 DATA = [{"input_ids": row, "labels": row} for row in TOKENS]
 FULL = {"state_dict_type": "FULL_STATE_DICT"}
@@ -123,6 +126,8 @@ def by_accelerate(folder):
         ("efficient", {"cpu_ram_efficient_loading": True, "activation_checkpointing": True}, {}),
         ("weights only", FULL, {"save_only_model": True, "gradient_accumulation_steps": 2}),
     ]:
+        if name not in NAMES:
+            continue
         at = folder / name
         runs[name], trainer = train(make_model(), arguments(at, config, **options))
         if options.get("save_only_model"):
@@ -146,6 +151,8 @@ def by_transformers(folder):
         ("loaded, tied", {"tie_word_embeddings": True}),
         ("loaded, experts", {"experts": 3}),  # one checkpoint's tensor for each expert
     ]:
+        if name not in NAMES:
+            continue
         source = folder / name / "source"
         if dist.get_rank() == 0:
             make_model(**made).save_pretrained(source)
@@ -163,9 +170,10 @@ def by_transformers(folder):
             folder / name / "shards", distributed_config=config
         )
         runs[f"{name}, from shards"], _ = train(model, arguments(folder / "on", **options))
-    mesh_config, _, mesh = LlamaForCausalLM.prepare_distribute_model(config)
-    model = LlamaForCausalLM.maybe_distribute_model(make_model(), mesh_config, mesh)
-    runs["made"], _ = train(model, arguments(folder / "made", **options))
+    if "made" in NAMES:
+        mesh_config, _, mesh = LlamaForCausalLM.prepare_distribute_model(config)
+        model = LlamaForCausalLM.maybe_distribute_model(make_model(), mesh_config, mesh)
+        runs["made"], _ = train(model, arguments(folder / "made", **options))
     return runs
 
 
@@ -191,7 +199,9 @@ def refusals(folder):
 
 
 def main():
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    group = {"rank": int(os.environ["RANK"]), "world_size": RANKS}
+    store = (FOLDER / "store").as_uri()
+    dist.init_process_group("gloo", store, timeout=timedelta(seconds=60), **group)
     results = {}
     for system in ("native", "fsdp"):
         if system == "fsdp":
@@ -199,18 +209,30 @@ def main():
         folder = FOLDER / system
         results[system] = by_accelerate(folder) | by_transformers(folder)
         gc.collect()
-    results["refused"] = [None, None]
-    dist.all_gather_object(results["refused"], refusals(folder))
-    integrations.uninstall()
-    again = LlamaForCausalLM.from_pretrained(
-        folder / "loaded" / "source", distributed_config=DistributedConfig(fsdp_size=2)
-    )
-    results["uninstalled"] = type(next(again.parameters()).placements[0]).__name__
+    if "loaded" in NAMES:
+        results["refused"] = [None, None]
+        dist.all_gather_object(results["refused"], refusals(folder))
+        integrations.uninstall()
+        again = LlamaForCausalLM.from_pretrained(
+            folder / "loaded" / "source", distributed_config=DistributedConfig(fsdp_size=2)
+        )
+        results["uninstalled"] = type(next(again.parameters()).placements[0]).__name__
     if dist.get_rank() == 0:
         (FOLDER / "runs.json").write_text(json.dumps(results, indent=1))
     dist.barrier()
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def start(rank):
+    """Forks a rank, as imports take longer than its runs; returns its process id."""
+    if child := os.fork():
+        return child
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    os.environ |= dict(zip(names, map(str, (rank, rank, RANKS, RANKS)), strict=True))
     main()
+    sys.exit()
+
+
+if __name__ == "__main__":
+    processes = [start(rank) for rank in range(RANKS)]
+    sys.exit(max(os.waitpid(process, 0)[1] for process in processes) != 0)

@@ -27,7 +27,9 @@ assert switched_on() == (True, True)
 UNINSTALL = "plan_api.uninstall(); assert switched_on() == ({own}, False)"
 
 
-@pytest.mark.parametrize(("mode", "own"), [("eager", False), ("static", True)])
+@pytest.mark.parametrize(
+    ("mode", "own"), [pytest.param("eager", False, marks=pytest.mark.slow), ("static", True)]
+)
 def test_import_changes_nothing_and_uninstall_restores_torch(mode, own):
     """What the script had switched on by itself stays on."""
     parallelize, uninstall = PARALLELIZE.format(mode=mode), UNINSTALL.format(own=own)

@@ -67,7 +67,7 @@ class Trained:
     """What became of a model.
 
     Attributes:
-        losses: of 8 steps.
+        losses: of 4 steps.
         norms: of the gradients of one more batch; an optimizer like Adam hides a factor.
         equal: whether parameters began as one device's, bit for bit.
         extras: of the other packages, those that took part.

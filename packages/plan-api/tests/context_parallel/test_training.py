@@ -28,6 +28,7 @@ MESHES = {
     "cp 2, tp 2": ({"cp": 2, "tp": 2}, {}, ALL[:4]),
     "cp 2, tp 2, all sharded": ({"cp": 2, "tp": 2}, {"sp": True, "loss_parallel": True}, ALL[:1]),
 }
+SLOW = ("cp 4", "dp 2, cp 2", "cp 2, tp 2")
 
 
 def llama(**changes):
@@ -44,7 +45,7 @@ def loss_of(model):
 
 
 def trained(model):
-    """Returns the losses of 8 steps, and the norms of the gradients of one more batch."""
+    """Returns the losses of 4 steps, and the norms of the gradients of one more batch."""
     losses = models.train(model, loss_of)
     loss_of(model).backward()
     return losses, [
@@ -58,7 +59,9 @@ def single_device():
     return trained(llama())
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MESHES]
+)
 def test_llama_trains_as_on_one_device(name, single_device):
     axes, given, cases = MESHES[name]
 

@@ -69,11 +69,23 @@ def train(model, steps=4, width=WIDTH):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "recomputes", [None, False, True], ids=["plain", "recomputed", "reentrant"]
-)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("shape", [(2,), (2, 2), (4,)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "recomputes"),
+    [
+        ((2,), None),
+        ((2,), False),
+        ((2,), True),
+        ((2, 2), None),
+        ((4,), None),
+        *(
+            pytest.param(shape, recomputes, marks=pytest.mark.slow)
+            for shape in ((2, 2), (4,))
+            for recomputes in (False, True)
+        ),
+    ],
+    ids=str,
+)
 def test_replication_and_zero_1_to_3_train_as_one_device(shape, way, recomputes):
     def check():
         names = ("dp", "tp")[: len(shape)]
@@ -177,7 +189,7 @@ def objects(*kinds):
     ("ranks", "options"),
     [
         (2, {"bucket_mb": BROAD * (BROAD + 1) * 4.2 / 2**20}),
-        (4, {"bucket_mb": BROAD * (BROAD + 1) * 4.2 / 2**20}),
+        pytest.param(4, {"bucket_mb": BROAD * (BROAD + 1) * 4.2 / 2**20}, marks=pytest.mark.slow),
         (2, {"use": ()}),
     ],
     ids=["2 ranks", "4 ranks", "without fused-comm"],

@@ -1,5 +1,6 @@
 """fully_shard in static mode trains bit for bit as in Eager, on plain tensors."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -70,6 +71,8 @@ CASES = {
     "mixtral": (mixtral, _mixtral),
     "mixtral, experts divided along dp": (mixtral, partial(_mixtral, ep="dp")),
 }
+FAST = ("llama, layers only", "llama, an eager fallback", "mixtral, experts divided along dp")
+SLOW = tuple(name for name in CASES if name not in FAST)
 
 
 @dataclass(frozen=True)
@@ -126,20 +129,21 @@ def _both_modes(make, plan, guard_steps=0, **options):
 
 
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "names"),
     [
-        pytest.param((2, 1), id="FSDP", marks=pytest.mark.slow),
-        pytest.param((2, 2), id="FSDP x TP + SP"),
+        pytest.param((2, 2), FAST, id="FSDP x TP + SP"),
+        pytest.param((2, 2), SLOW, id="FSDP x TP + SP, more", marks=pytest.mark.slow),
+        pytest.param((2, 1), FAST + SLOW, id="FSDP", marks=pytest.mark.slow),
     ],
 )
-def test_static_mode_trains_bit_for_bit_as_eager(shape):
+def test_static_mode_trains_bit_for_bit_as_eager(shape, names):
     """With dropout, clipping and AdamW; the first step is compared with Eager by the guard, too."""
 
     def check():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
         return {
             name: _both_modes(make, plan(mesh), guard_steps=None)
-            for name, (make, plan) in CASES.items()
+            for name, (make, plan) in ((name, CASES[name]) for name in names)
         }
 
     for found in run_ranks(check, shape[0] * shape[1], timeout=580):
@@ -148,7 +152,14 @@ def test_static_mode_trains_bit_for_bit_as_eager(shape):
             assert losses[-1] != losses[0], name
 
 
-def test_replicas_microbatches_and_deferred_parameters_train_bit_for_bit_as_in_eager():
+REPLICAS = ("HSDP on two axes", "accumulation, HSDP", "deferred")
+MORE_REPLICAS = ("HSDP", "accumulation", "accumulation, not resharded")
+
+
+@pytest.mark.parametrize(
+    "names", [REPLICAS, pytest.param(MORE_REPLICAS, marks=pytest.mark.slow)], ids=["fast", "more"]
+)
+def test_replicas_microbatches_and_deferred_parameters_train_bit_for_bit_as_in_eager(names):
     """HSDP by ``replicate=`` and by two axes; accumulation, also of an unsharded model."""
 
     def check():
@@ -159,20 +170,23 @@ def test_replicas_microbatches_and_deferred_parameters_train_bit_for_bit_as_in_e
             hsdp.fully_shard(path, ("replica", "dp"))
         unsharded = _llama(mesh, granularity=None, reshard_after_forward=False)
         deferred = partial(deferred_init, llama)
-        return {
-            "HSDP": _both_modes(llama, _llama(mesh, replicate=2)),
-            "HSDP on two axes": _both_modes(llama, hsdp),
-            "accumulation": _both_modes(llama, _llama(mesh), microbatches=2),
-            "accumulation, HSDP": _both_modes(llama, _llama(mesh, replicate=2), microbatches=2),
-            "accumulation, not resharded": _both_modes(llama, unsharded, microbatches=2),
-            "deferred": _both_modes(deferred, _llama(mesh), guard_steps=None),
-        }, _both_modes(llama, _llama(mesh))
+        cases = {
+            "HSDP": (llama, _llama(mesh, replicate=2), {}),
+            "HSDP on two axes": (llama, hsdp, {}),
+            "accumulation": (llama, _llama(mesh), {"microbatches": 2}),
+            "accumulation, HSDP": (llama, _llama(mesh, replicate=2), {"microbatches": 2}),
+            "accumulation, not resharded": (llama, unsharded, {"microbatches": 2}),
+            "deferred": (deferred, _llama(mesh), {"guard_steps": None}),
+        }
+        found = {name: _both_modes(*cases[name][:2], **cases[name][2]) for name in names}
+        return found, _train(parallelize(llama(), _llama(mesh))).losses
 
-    for found, (_, not_deferred) in run_ranks(check, 4, timeout=580):
+    for found, not_deferred in run_ranks(check, 4, timeout=580):
         for name, (differences, losses) in found.items():
             assert differences == [], name
             assert losses[-1] != losses[0], name
-        assert found["deferred"][1] == not_deferred
+        if "deferred" in names:
+            assert found["deferred"][1] == not_deferred
 
 
 def test_no_operator_takes_a_dtensor_and_modules_have_plain_parameters_while_they_run():
@@ -245,11 +259,12 @@ def test_the_guard_refuses_a_wrong_gradient_and_changes_nothing():
         assert unlike == []
 
 
-def test_a_generated_plan_applies_fully_shard():
+@pytest.mark.parametrize("shape", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
+def test_a_generated_plan_applies_fully_shard(shape):
     """Generated on FakeTensors, from a model that takes no memory."""
 
     def check():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
         plan = _llama(mesh)
         batch = torch.randint(0, models.VOCABULARY, (4, 8))
         inputs = {"input_ids": batch, "labels": batch}
@@ -259,7 +274,8 @@ def test_a_generated_plan_applies_fully_shard():
             generate_static(plan, eager, inputs, fake=True)
         return _train(eager).differences(_train(parallelize(llama(), static, mode="static")))
 
-    assert run_ranks(check, 4, timeout=580) == [[]] * 4
+    ranks = math.prod(shape)
+    assert run_ranks(check, ranks, timeout=580) == [[]] * ranks
 
 
 def test_a_model_on_meta_trains_after_its_parameters_are_loaded():

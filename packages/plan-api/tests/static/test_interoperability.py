@@ -56,9 +56,13 @@ def _local_params(model):
     }
 
 
-either = pytest.mark.parametrize(
-    ("shape", "fully_sharded"), [((1, 2), False), ((2, 1), True)], ids=["TP + SP", "fully_shard"]
-)
+TP, FULLY_SHARDED = ((1, 2), False), ((2, 1), True)
+
+
+def either(fast, other):
+    """Runs a test on one mesh in the fast tier, and on the other in the slow one."""
+    cases = [fast, pytest.param(*other, marks=pytest.mark.slow)]
+    return pytest.mark.parametrize(("shape", "fully_sharded"), cases, ids=str)
 
 
 def _different(one, other):
@@ -70,7 +74,7 @@ def _mesh(shape=(1, 2)):
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
 
 
-@either
+@either(FULLY_SHARDED, TP)
 def test_checkpoints_of_one_mode_load_in_the_other(tmp_path, shape, fully_sharded):
     """Model and optimizer; training continues to the same bits, whichever mode saved and loaded."""
 
@@ -134,7 +138,7 @@ def _save_products_of_blocks(model):
     _recompute_blocks(model, context_fn=contexts)
 
 
-@either
+@either(TP, FULLY_SHARDED)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 def test_activation_checkpointing_is_bitwise_equal(shape, fully_sharded):
     """Full blocks, by torch and by transformers, and all but matrix products; with dropout."""
@@ -186,7 +190,7 @@ def test_activation_checkpointing_is_bitwise_equal(shape, fully_sharded):
     ("backend", "within", "shape", "fully_sharded"),
     [
         ("aot_eager", 0.0, (1, 2), False),
-        ("aot_eager", 0.0, (2, 1), True),
+        pytest.param("aot_eager", 0.0, (2, 1), True, marks=pytest.mark.slow),
         pytest.param(
             "inductor", 1e-5, (1, 2), False, marks=pytest.mark.slow
         ),  # compiles C++ for two minutes
@@ -197,7 +201,8 @@ def test_compiled_blocks_equal_eager_blocks(backend, within, shape, fully_sharde
         mesh = _mesh(shape)
         ends = []
         for compiles in (False, True):
-            model = _llama(mesh, "static", fully_sharded=fully_sharded, attention_dropout=0.0)
+            changes = {"attention_dropout": 0.0, "num_hidden_layers": 1}
+            model = _llama(mesh, "static", fully_sharded=fully_sharded, **changes)
             if compiles:
                 for layer in model.model.layers:
                     layer.compile(backend=backend)

@@ -11,11 +11,14 @@ from pathlib import Path
 
 __all__ = ["blocks", "examples", "page_examples", "run_examples"]
 
-# Importing torch takes most of an example's time: it is imported once, and each example has a fork.
+# Imports take most of an example's time, dynamo's with the first operator on a DTensor: they happen
+# once, and each example has a fork.
 _SCRIPT = """
-import os, runpy, sys
-import torch.distributed.tensor
-for path in sys.argv[1:]:
+import importlib, os, runpy, sys
+import torch._dynamo, torch.distributed.tensor
+for name in filter(None, sys.argv[1].split(",")):
+    importlib.import_module(name)
+for path in sys.argv[2:]:
     child = os.fork()
     if child == 0:
         runpy.run_path(path, run_name="__main__")
@@ -75,12 +78,13 @@ def blocks(text: str, language: str) -> list[str]:
     return [textwrap.dedent(code) for _, word, code in found if word.strip() == language]
 
 
-def run_examples(codes: Sequence[str], folder: Path) -> None:
+def run_examples(codes: Sequence[str], folder: Path, imports: Sequence[str] = ()) -> None:
     """Runs examples as scripts, one after another, each in a process of its own.
 
     Args:
         codes: their sources.
         folder: in which they run; they are written there, as ``example1.py`` and so on.
+        imports: names of modules that are imported once, before the first example.
 
     Raises:
         CalledProcessError: an example failed; the test's output has the traceback, and those after
@@ -89,4 +93,5 @@ def run_examples(codes: Sequence[str], folder: Path) -> None:
     paths = [folder / f"example{number}.py" for number in range(1, len(codes) + 1)]
     for path, code in zip(paths, codes, strict=True):
         path.write_text(code)
-    subprocess.run([sys.executable, "-c", _SCRIPT, *map(str, paths)], check=True, cwd=folder)
+    command = [sys.executable, "-c", _SCRIPT, ",".join(imports), *map(str, paths)]
+    subprocess.run(command, check=True, cwd=folder)

@@ -67,7 +67,7 @@ def losses(
     device: str = "cpu",
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
 ) -> torch.Tensor:
-    """Trains with AdamW and returns the losses.
+    """Trains with SGD, whose steps a scaled gradient scales, and returns the losses.
 
     Args:
         model: of 8 features.
@@ -76,15 +76,14 @@ def losses(
         prepare: called before each forward with the model, and whether it is a step's last.
         clip: the largest norm of all gradients; None: they are not clipped.
         device: of the batches, which the host draws.
-        make_optimizer: of a model; by default AdamW with torch's defaults, which depend on the
-            device.
+        make_optimizer: of a model; by default SGD with momentum and torch's other defaults, which
+            depend on the device.
 
     Returns:
         fp32, 1-D: the loss of each backward, and behind those of a step its norm where it is
         clipped.
     """
-    make = make_optimizer or (lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2))
-    optimizer, found = make(model), []
+    optimizer, found = (make_optimizer or _sgd)(model), []
     # Before the first step: a copy in between would wait for the device, and hide a missing wait.
     batches = [batch(number).to(device) for number in range(micro * steps)]
     for step in range(steps):
@@ -99,3 +98,7 @@ def losses(
         optimizer.step()
         optimizer.zero_grad()
     return torch.stack([one.float() for one in found])
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -55,7 +55,7 @@ def train(
     model: nn.Module,
     loss_of: Callable[[Any], torch.Tensor] = token_loss,
     *,
-    steps: int = 8,
+    steps: int = 4,
     lr: float = 1e-3,
 ) -> list[float]:
     """A training script for one device; batches and dropout draw from the one generator.

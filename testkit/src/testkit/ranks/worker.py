@@ -140,6 +140,7 @@ if __name__ == "__main__":
     descriptor, caller = map(int, sys.argv[1:3])
     os.set_inheritable(descriptor, False)
     die_with_parent(caller)
-    for name in sys.argv[3:]:
+    # torch imports dynamo with the first operator on a DTensor: here once, instead of on each rank.
+    for name in ("torch._dynamo", *sys.argv[3:]):
         importlib.import_module(name)
     serve(socket.socket(fileno=descriptor), main)
