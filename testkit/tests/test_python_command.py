@@ -95,9 +95,9 @@ def test_random_numbers_without_a_seed_differ_between_commands():
 
 def test_a_signal_ends_a_command():
     process = start_python("-c", "import time; print('started', flush=True); time.sleep(60)")
-    os.kill(process.pid, 0)  # it runs
+    assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20).returncode == -signal.SIGTERM
+    assert process.wait(timeout=20).returncode == process.poll() == -signal.SIGTERM
 
 
 def test_a_command_that_takes_too_long_is_killed_and_its_output_shown():

@@ -84,6 +84,10 @@ class PythonProcess:
         self._arguments = list(arguments)
         self._process, self._stdout, self._stderr = process, stdout, stderr
 
+    def poll(self) -> int | None:
+        """Returns its exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
     def send_signal(self, number: int) -> None:
         """Sends a signal, if it runs."""
         self._process.send_signal(number)
