@@ -13,6 +13,7 @@ preload(
     "integration.train.loop",
     "integration.train.launch.local",
     "integration.train.validation",
+    "torch.distributed.run",
     "transformers.models.llama.modeling_llama",
 )
 
