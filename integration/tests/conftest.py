@@ -1,13 +1,21 @@
-"""Trainers on real ranks, for the tests of what a run can be told."""
+"""Trainers and commands on real ranks, for the tests of what a run can be told."""
 
+import os
+import socket
 from pathlib import Path
 
 import pytest
 
-from testkit import preload, run_ranks
+from testkit import preload, run_ranks, start_python
 from testkit.ranks.network_hosts import NetworkHosts, no_network_hosts
 
-preload("integration.train.loop", "transformers.models.llama.modeling_llama")
+preload(
+    "integration.train.loop",
+    "integration.train.launch.local",
+    "integration.train.validation",
+    "torch.distributed.run",
+    "transformers.models.llama.modeling_llama",
+)
 
 
 @pytest.fixture
@@ -18,6 +26,22 @@ def hosts():
         pytest.skip(reason)
     with NetworkHosts() as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def start_on_ranks():
+    """Starts ``python ARGUMENTS`` on ranks that join by the environment; returns the processes."""
+
+    def start_on_ranks(ranks, *arguments):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return [
+            start_python(*arguments, environment=os.environ | shared | {"RANK": str(rank)})
+            for rank in range(ranks)
+        ]
+
+    return start_on_ranks
 
 
 def _train(runs, *, steps):
@@ -99,11 +123,15 @@ class OptionRuns:
             pytest.fail(f"{_names(run)}: {self._observed[run]}")
         return self._observed[run]
 
-    def check(self, choice, runs, ranks):
-        """Fails where a run on this many ranks fails, or does not prove the choice it has."""
+    def on(self, ranks, runs):
+        """Those of the runs that are on this many ranks."""
+        return [run for run in runs if self._options_of(run)["ranks"] == ranks]
+
+    def check(self, choice, runs):
+        """Fails where a run fails, or does not prove the choice it has."""
         for run in runs:
             options = self._options_of(run)
-            if choice in run and options["ranks"] == ranks:
+            if choice in run:
                 seen = self.observed(run)
                 assert choice.proof(seen, options), f"{choice.name} is ignored in {_names(run)}"
                 assert self._is_right(seen, options), _names(run)

@@ -1,8 +1,6 @@
 """The comparison as a user runs it, with the real trainer."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -10,7 +8,7 @@ from integration.compare.experiment import SharedOptions
 from integration.compare.experiments.random_numbers import EXPERIMENT, RandomOptions
 from integration.compare.result import Verdict, compare_runs
 from integration.compare.runner import Outcome
-from testkit import run_ranks
+from testkit import run_python, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -23,8 +21,8 @@ def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("comparison") / "results"
     options = ["--systems", "ddp", "--models", "llama-tiny", "--steps", str(STEPS)]
     options += ["--experiments", "systems"]
-    command = [sys.executable, "-m", "integration.compare", *options, "--out", str(out)]
-    return out, subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = ["-m", "integration.compare", *options, "--out", str(out)]
+    return out, run_python(*command, timeout=300)
 
 
 def test_it_passes_and_says_so(finished):

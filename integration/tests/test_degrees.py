@@ -17,6 +17,7 @@ PRODUCTS = {
     "FSDP x TP": Degrees(dp_shard=2, tp=2),
     "DP x TP + SP": Degrees(dp_replicate=2, tp=2, sp=True),
 }
+ON_FOUR_RANKS = ("HSDP", "FSDP x TP", "DP x TP + SP")
 
 
 # Enough samples for four data parallel ranks; dropout in all runs.
@@ -37,8 +38,16 @@ def one_device(train_runs, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("model", MODELS)
+def _case(model, product):
+    """A model's product; of those on four ranks, one model's are in the fast tier."""
+    slow = product in ON_FOUR_RANKS and model != MODELS[0]
+    marks = [pytest.mark.slow] if slow else []
+    return pytest.param(model, product, id=f"{model}-{product}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("model", "product"), [_case(model, product) for model in MODELS for product in PRODUCTS]
+)
 def test_a_product_trains_as_one_device_with_weights_drawn_on_shards_and_dropout(
     model, product, one_device, train_runs, tmp_path
 ):

@@ -1,12 +1,12 @@
 """Training on a small disk: what it says when that is full, and what is left."""
 
 import subprocess
-import sys
 
 import pytest
 
 from integration.train.checkpoint.checkpoint import newest_complete, read_manifest
 from integration.train.metrics import read_metrics
+from testkit import run_python
 
 pytestmark = pytest.mark.ranks
 
@@ -32,10 +32,8 @@ def disk(tmp_path):
 
 
 def train(out, *options):
-    command = [sys.executable, "-m", "integration.train", "--model", "llama-tiny", *options]
-    return subprocess.run(
-        [*command, "--out", str(out)], capture_output=True, text=True, timeout=180
-    )
+    arguments = ["--model", "llama-tiny", "--out", str(out), *options]
+    return run_python("-m", "integration.train", *arguments, timeout=180)
 
 
 def message(result):

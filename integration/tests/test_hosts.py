@@ -132,6 +132,7 @@ def test_a_host_that_disappears_is_named_and_two_hosts_go_on_as_one_bit_for_bit(
     assert sent > (STEPS - resumed_at) * 80_000
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_at_once(hosts, tmp_path):
     processes, logs = start(hosts, tmp_path / "run", "--timeout", "120")
     wait_for_step(tmp_path / "run", 5, processes)
@@ -141,6 +142,7 @@ def test_a_rank_that_is_killed_is_named_at_once(hosts, tmp_path):
     assert ") ended (" in sentence(logs[0])
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_join_is_one_sentence(hosts, tmp_path):
     processes, logs = start(hosts, tmp_path / "run", only=[0], JOIN_TIMEOUT="3")
     assert codes(processes, within=60) == [2]
@@ -150,6 +152,7 @@ def test_a_host_that_does_not_join_is_one_sentence(hosts, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_unreachable_rendezvous_is_one_sentence(hosts, tmp_path):
     where = f"nowhere.invalid:{PORT}"
     processes, logs = start(hosts, tmp_path / "run", only=[1], JOIN_TIMEOUT="3", RENDEZVOUS=where)

@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from integration.train.metrics import read_metrics
+from testkit import run_python
 
 SCRIPTS = Path(__file__).parents[1] / "launch"
 ROOT = SCRIPTS.parents[1]
@@ -187,15 +188,35 @@ def losses(out):
     return [(record.step, record.loss) for record in read_metrics(out)]
 
 
-def torchrun(out, *options, **environment):
-    """Run torchrun.sh to its end."""
-    return subprocess.run(
-        [str(SCRIPTS / "torchrun.sh"), "--out", str(out), *options],
-        env=ENVIRONMENT | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def agent(out, *options, **settings):
+    """Runs the agent that torchrun.sh starts to its end, with its options as settings."""
+    words = [word for name, value in settings.items() for word in (option_of(name), value)]
+    words = ["-m", "integration.train.launch.agent", *words, "--", "--out", str(out), *options]
+    return run_python(*words, timeout=120)
+
+
+def option_of(variable):
+    """The option of the agent that a variable of torchrun.sh gives."""
+    return f"--{variable.lower().replace('_', '-')}"
+
+
+def test_torchruns_variables_are_options_of_the_agent(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    given = {"HOSTS": "2", "RANKS": "8", "RENDEZVOUS": "node0:29500", "JOIN_TIMEOUT": "9"}
+    given |= {"RESTARTS": "3", "JOB": "seven"}
+    for settings in (given, {}):
+        environment = {"PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}"} | settings
+        words = ["bash", str(SCRIPTS / "torchrun.sh"), "--out", "a folder"]
+        output = subprocess.run(words, env=environment, check=True, capture_output=True, text=True)
+        module, name, *options = output.stdout.splitlines()
+        assert (module, name) == ("-m", "integration.train.launch.agent")
+        assert options[-3:] == ["--", "--out", "a folder"]
+        passed = dict(zip(options[:-3:2], options[1:-3:2], strict=True))
+        assert passed.keys() == {option_of(variable) for variable in given}
+        if settings:
+            assert passed == {option_of(variable): value for variable, value in given.items()}
 
 
 @pytest.fixture(scope="module")
@@ -225,32 +246,27 @@ def expected(tmp_path_factory):
 )
 def test_torchrun_is_not_started_without_an_agent_at_the_rendezvous(rendezvous, sentence, tmp_path):
     wrong = {"HOSTS": "2", "RENDEZVOUS": rendezvous, "JOIN_TIMEOUT": "1"}
-    result = torchrun(tmp_path / "run", **wrong)
+    result = agent(tmp_path / "run", **wrong)
     assert result.returncode == 2
     assert re.fullmatch(rf"error: {sentence}.*\n", result.stderr)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "option"),
-    [
-        ("JOIN_TIMEOUT", "soon", "--join-timeout"),
-        ("RANKS", "0", "--ranks"),
-        ("HOSTS", "-1", "--hosts"),
-        ("RESTARTS", "-1", "--restarts"),
-    ],
+    ("name", "value"),
+    [("JOIN_TIMEOUT", "soon"), ("RANKS", "0"), ("HOSTS", "-1"), ("RESTARTS", "-1")],
 )
-def test_a_variable_that_is_no_number_is_one_sentence(name, value, option, tmp_path):
-    result = torchrun(tmp_path / "run", **{name: value})
+def test_a_variable_that_is_no_number_is_one_sentence(name, value, tmp_path):
+    result = agent(tmp_path / "run", **{name: value})
     assert result.returncode == 2
-    assert result.stderr.startswith(f"error: argument {option}: ")
+    assert result.stderr.startswith(f"error: argument {option_of(name)}: ")
     assert result.stderr.count("\n") == 1
 
 
 def test_a_host_that_does_not_come_to_torchrun_is_one_sentence(tmp_path):
     address = f"localhost:{free_port()}"
     given = {"HOSTS": "2", "RENDEZVOUS": address, "JOIN_TIMEOUT": "2"}
-    result = torchrun(tmp_path / "run", **given)
+    result = agent(tmp_path / "run", **given)
     assert result.returncode == 2
     assert result.stderr == (
         f"error: expected 2 hosts to join {address} within 2 s, got fewer; start the same command"
@@ -261,7 +277,7 @@ def test_a_host_that_does_not_come_to_torchrun_is_one_sentence(tmp_path):
 def test_a_port_that_is_taken_is_one_sentence(tmp_path):
     with socket.create_server(("localhost", 0)) as taken:
         address = f"localhost:{taken.getsockname()[1]}"
-        result = torchrun(tmp_path / "run", HOSTS="2", RENDEZVOUS=address, JOIN_TIMEOUT="5")
+        result = agent(tmp_path / "run", HOSTS="2", RENDEZVOUS=address, JOIN_TIMEOUT="5")
     assert result.returncode == 2
     sentence = rf"error: expected a rendezvous at {address}, got .*EADDRINUSE.*; correct .*\n"
     assert re.fullmatch(sentence, result.stderr)
@@ -269,7 +285,7 @@ def test_a_port_that_is_taken_is_one_sentence(tmp_path):
 
 @pytest.mark.ranks
 def test_torchrun_ends_with_its_ranks_sentence_and_code(tmp_path):
-    result = torchrun(tmp_path / "run", *TINY, "--model", "none", RANKS="2")
+    result = agent(tmp_path / "run", *TINY, "--model", "none", RANKS="2")
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     message = [line for line in result.stderr.splitlines() if line.startswith("error: ")]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from integration.option_table.__main__ import trainer_section
-from integration.option_table.pairwise import rank_choice, uncovered
+from integration.option_table.pairwise import proving_runs, rank_choice, uncovered
 from integration.option_table.trainer.choices import CHOICES, covering_runs, pairs, run_options
 
 pytestmark = [
@@ -42,6 +42,12 @@ def test_every_accepted_pair_occurs_in_a_run():
     assert {choice for run in covering_runs() for choice in run} == set(CHOICES)
 
 
+def test_a_few_runs_have_every_option_of_all():
+    a, b, c, d = CHOICES[:4]
+    assert proving_runs([(a, b), (b,), (b, c), (a, c, d), (d,)]) == ((a, c, d), (a, b))
+    assert proving_runs([]) == ()
+
+
 def test_a_refusal_names_an_option_of_the_pair():
     for pair in pairs():
         if pair.refusal is not None:
@@ -52,23 +58,22 @@ def test_a_refusal_names_an_option_of_the_pair():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-def test_an_option_is_in_effect_beside_every_option_it_is_accepted_with(choice, runs):
-    runs.check(choice, covering_runs(), 2)
+def test_an_option_is_in_effect(choice, runs):
+    runs.check(choice, proving_runs(runs.on(2, covering_runs())))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-def test_an_option_is_in_effect_in_products_on_four_ranks(choice, runs):
-    runs.check(choice, covering_runs(), 4)
+def test_an_option_is_in_effect_beside_every_option_it_is_accepted_with(choice, runs):
+    runs.check(choice, covering_runs())
 
 
 @pytest.mark.ranks
 def test_initial_weights_are_one_devices_where_the_options_promise_it(runs):
     weights = {}
-    for run in covering_runs():
+    for run in proving_runs(runs.on(2, covering_runs())):
         options = run_options(run)
-        promised = options.get("init") != "sharded" or options["system"] == "plan"
-        if promised and options["ranks"] == 2:
+        if options.get("init") != "sharded" or options["system"] == "plan":
             seen = runs.observed(run)
             if seen[0].weights is not None:
                 weights.setdefault(options["model"], set()).add(seen[0].weights)

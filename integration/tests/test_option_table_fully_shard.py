@@ -16,7 +16,7 @@ from integration.option_table.fully_shard.choices import (
     pairs,
     run_options,
 )
-from integration.option_table.pairwise import uncovered
+from integration.option_table.pairwise import proving_runs, uncovered
 from testkit import CommLog, fake_mesh
 
 
@@ -69,13 +69,13 @@ def test_a_refused_pair_has_sent_nothing_and_moved_no_parameter(monkeypatch):
 @pytest.mark.ranks
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 def test_an_option_fully_shard_section_is_in_effect(choice, runs):
-    runs.check(choice, covering_runs(), 2)
+    runs.check(choice, proving_runs(runs.on(2, covering_runs())))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-def test_an_option_fully_shard_section_is_in_effect_on_four_ranks(choice, runs):
-    runs.check(choice, covering_runs(), 4)
+def test_an_option_fully_shard_section_is_in_effect_beside_every_option(choice, runs):
+    runs.check(choice, covering_runs())
 
 
 def test_the_pages_section_is_written_from_the_table():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from integration.option_table.__main__ import plan_section
-from integration.option_table.pairwise import uncovered
+from integration.option_table.pairwise import proving_runs, uncovered
 from integration.option_table.plan.apply import build, mesh_of
 from integration.option_table.plan.choices import CHOICES, is_right, run_options, table
 from plan_api import uninstall
@@ -70,13 +70,13 @@ def test_a_refused_pair_has_sent_nothing_and_moved_no_parameter(monkeypatch):
 @pytest.mark.ranks
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 def test_an_option_of_a_plan_is_in_effect(choice, runs):
-    runs.check(choice, table().runs, 2)
+    runs.check(choice, proving_runs(runs.on(2, table().runs)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-def test_an_option_of_a_plan_is_in_effect_on_four_ranks(choice, runs):
-    runs.check(choice, table().runs, 4)
+def test_an_option_of_a_plan_is_in_effect_beside_every_option(choice, runs):
+    runs.check(choice, table().runs)
 
 
 def test_the_pages_section_is_written_from_the_table():

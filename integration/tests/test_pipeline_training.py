@@ -74,9 +74,8 @@ WITHIN = {
 
 # What is refused is in test_pipeline_setup.py.
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_two_stages_of_two_ranks_train_as_one_device(schedule, single, run_all, tmp_path):
     supported = {
         name: options

@@ -134,8 +134,15 @@ def _recorded(case):
     return (_totals(own), *allocated), sum(sent_collective(one).wire_bytes for one in of_groups)
 
 
+def _marks(name):
+    """Of the cases on four ranks, one is in the fast tier."""
+    return [pytest.mark.slow] if name == "CP, all-gather x FSDP" else []
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=_marks(name)) for name, case in CASES.items()]
+)
 def test_a_plan_sends_what_is_recorded(case):
     real, *_ = run_ranks(_real, torch.Size(case.axes.values()).numel(), case, timeout=180)
     recorded, of_groups = _recorded(case)

@@ -3,8 +3,6 @@
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +22,7 @@ from integration.train.launch.endpoint import (
     endpoint_of_environment,
     wait_for_listener,
 )
+from testkit import start_python
 
 
 @pytest.fixture
@@ -90,22 +89,18 @@ except UsageError as error:
 
 def start_rank(rank, port, seconds):
     environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", RANK, str(seconds)],
-        env=os.environ | environment | {"MASTER_PORT": str(port)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    environment["MASTER_PORT"] = str(port)
+    return start_python("-c", RANK, str(seconds), environment=os.environ | environment)
 
 
 def test_ranks_of_the_environment_join_without_an_agent(port):
     ranks = [start_rank(rank, port, 60) for rank in range(2)]
-    assert [rank.communicate(timeout=90)[0] for rank in ranks] == ["0 of 2\n", "1 of 2\n"]
+    assert [rank.wait(timeout=90).stdout for rank in ranks] == ["0 of 2\n", "1 of 2\n"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_alone_says_that_the_others_are_missing(rank, port):
-    message = start_rank(rank, port, 2).communicate(timeout=90)[0]
+    message = start_rank(rank, port, 2).wait(timeout=90).stdout
     assert message.startswith(
         f"rank {rank} of 2 could not join the others at 127.0.0.1:{port} within 2 s ("
     )

@@ -1,8 +1,6 @@
 """``--device``: what it selects, and what it refuses before anything is written."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch
 from integration.device import CPU, Device, local_ranks, select_device
 from integration.errors import EXIT_USAGE, UsageError
 from integration.train.__main__ import main
+from testkit import run_python
 from testkit.sim.ranks import run_sim_ranks
 
 TOO_MANY_RANKS = "--device sim: expected at most 8 ranks on this machine, one for each sim device"
@@ -25,13 +24,8 @@ def sentence_of(printed):
 @pytest.mark.parametrize("command", [TRAIN, SAMPLE], ids=lambda command: command[0])
 def test_cuda_without_a_device_is_refused(command, tmp_path):
     arguments = [*command, "--device", "cuda", "--out", str(tmp_path / "out.png")]
-    result = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # so that no machine has one
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # so that no machine has one
+    result = run_python("-m", *arguments, environment=environment)
     assert result.returncode == EXIT_USAGE
     assert "--device cuda: expected a CUDA device, got none" in sentence_of(result.stderr)
     assert "Traceback" not in result.stderr

@@ -1,8 +1,6 @@
 """Several runs in the same processes: each is what it would be alone."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from integration.errors import UsageError
 from integration.train.config import TrainConfig
 from integration.train.metrics import read_metrics, read_summary
 from integration.train.session import MODULE, main, read_session, write_session
+from testkit import run_python
 
 SMALL = ["--model", "llama-tiny", "--steps", "3", "--no-tensorboard", "--resume", "never"]
 
@@ -40,7 +39,7 @@ def test_a_session_on_different_numbers_of_ranks_is_refused(tmp_path):
 
 
 @pytest.mark.ranks
-def test_runs_of_a_session_equal_separate_runs(tmp_path):
+def test_runs_of_a_session_equal_separate_runs(start_on_ranks, tmp_path):
     native = ["--system", "fsdp2", "--ranks", "2", "--init", "sharded", "--micro-batch", "2"]
     plan = ["--system", "plan", "--tp", "2", "--ranks", "2", "--init", "sharded"]
     # Its stage has the model, which has placements that can only be taken back with it.
@@ -52,9 +51,9 @@ def test_runs_of_a_session_equal_separate_runs(tmp_path):
         arguments(tmp_path / "again", *native),
     ]
     write_session(tmp_path / "session.json", runs)
-    command = [sys.executable, "-m", MODULE, str(tmp_path / "session.json")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
+    for process in start_on_ranks(2, "-m", MODULE, str(tmp_path / "session.json")):
+        ended = process.wait(timeout=300)
+        assert ended.returncode == 0, ended.stderr
     first, plan_losses, again = (
         [record.loss for record in read_metrics(tmp_path / name)]
         for name in ("first", "plan", "again")
@@ -67,8 +66,8 @@ SCRIPT = Path(__file__).with_name("torch_after_a_run.py")
 
 
 def test_a_native_run_after_one_with_packages_has_torchs_own_functions(tmp_path):
-    command = [sys.executable, SCRIPT, "mixtral-tiny", str(tmp_path), "plan", "fsdp"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [str(SCRIPT), "mixtral-tiny", str(tmp_path), "plan", "fsdp"]
+    done = run_python(*command, timeout=300)
     assert done.returncode == 0, done.stderr
     for system in ("plan", "fsdp"):
         between, after = json.loads((tmp_path / f"{system}.json").read_text())

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -15,12 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from integration.errors import EXIT_LOST
 from integration.systems import SYSTEM_NAMES
 from integration.train.__main__ import main
 from integration.train.checkpoint.checkpoint import newest_complete
 from integration.train.config import NATIVE_RANDOM
 from integration.train.metrics import read_metrics, read_summary
 from integration.train.stop import EXIT_TERMINATED
+from testkit import run_python, start_python
 
 pytestmark = pytest.mark.ranks
 
@@ -32,16 +35,24 @@ def command(out, *options):
     return [sys.executable, "-m", "integration.train", "--out", str(out), *TINY, *options]
 
 
-def train(out, *options, check=0, **environment):
-    result = subprocess.run(
-        command(out, *options),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=os.environ | environment,
-    )
+def train(out, *options, check=0):
+    """Runs the command; returns what it prints to stderr."""
+    result = run_python(*command(out, *options)[1:], timeout=180)
     assert result.returncode == check, result.stderr
     return result.stderr
+
+
+@pytest.fixture(scope="module")
+def train_ranks(start_on_ranks):
+    """Runs the command on ranks of the environment; returns what the first prints to stderr."""
+
+    def train_ranks(out, *options, ranks=2):
+        started = start_on_ranks(ranks, *command(out, *options)[1:])
+        ended = [process.wait(timeout=180) for process in started]
+        assert [each.returncode for each in ended] == [0] * ranks, ended
+        return ended[0].stderr
+
+    return train_ranks
 
 
 def losses(out):
@@ -49,22 +60,24 @@ def losses(out):
 
 
 def start_and_wait_for_step(out, step, *options):
-    process = subprocess.Popen(
-        command(out, *options), stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    process = start_python(*command(out, *options)[1:])
+    wait_for_step(out, step, process)
+    return process
+
+
+def wait_for_step(out, step, process):
     deadline = time.monotonic() + 120
     while not (records := read_metrics(out)) or records[-1].step < step:
         assert process.poll() is None, "the run ended before it could be interrupted"
         assert time.monotonic() < deadline, f"no step {step} within two minutes"
         time.sleep(0.01)
-    return process
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def undisturbed(train_ranks, tmp_path_factory):
     """A run of two DDP ranks that nothing interrupts."""
     out = tmp_path_factory.mktemp("undisturbed")
-    train(out, "--system", "ddp", "--ranks", "2")
+    train_ranks(out, "--system", "ddp")
     return out
 
 
@@ -105,7 +118,7 @@ class Interrupted:
 
 
 @pytest.fixture(scope="module")
-def interrupted(tmp_path_factory):
+def interrupted(train_ranks, tmp_path_factory):
     out, options = tmp_path_factory.mktemp("interrupted"), ["--system", "ddp", "--ranks", "2"]
     process = start_and_wait_for_step(out, 5, *options)
     processes = [*psutil.Process(process.pid).children(), psutil.Process(process.pid)]
@@ -114,17 +127,17 @@ def interrupted(tmp_path_factory):
     refusal = train(out, *options, check=2)
     for each in processes:
         each.resume()
-    process.terminate()
-    code, stopped_at = process.wait(60), losses(out)[-1][0]
+    process.send_signal(signal.SIGTERM)
+    code, stopped_at = process.wait(60).returncode, losses(out)[-1][0]
     newest = newest_complete(out).path.name
 
     process = start_and_wait_for_step(out, stopped_at + 2, *options)
     ranks = psutil.Process(process.pid).children()
-    process.kill()
-    process.wait()
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
     left = psutil.wait_procs(ranks, timeout=10)[1]
     reached = losses(out)[-1][0]
-    resumed = train(out, *options)
+    resumed = train_ranks(out, "--system", "ddp")
     return Interrupted(out, refusal, code, stopped_at, newest, left, reached, resumed)
 
 
@@ -157,6 +170,7 @@ def test_a_stopped_and_killed_run_continues_with_the_losses_of_an_undisturbed_on
     assert losses(interrupted.out) == losses(undisturbed)
 
 
+@pytest.mark.slow  # test_launch_scripts trains under torchrun's agent
 def test_torchrun_starts_the_same_run(undisturbed, tmp_path):
     subprocess.run(
         [
@@ -170,6 +184,7 @@ def test_torchrun_starts_the_same_run(undisturbed, tmp_path):
     assert losses(tmp_path) == losses(undisturbed)
 
 
+@pytest.mark.slow  # test_launch_scripts shows it under this package's agent
 def test_under_torchrun_bad_input_is_one_sentence_too(tmp_path):
     result = subprocess.run(
         [
@@ -197,7 +212,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_overwritten(und
 
 
 def test_damaged_checkpoints_are_named_and_automatic_resume_takes_the_one_before(
-    undisturbed, tmp_path
+    undisturbed, train_ranks, tmp_path
 ):
     out = tmp_path / "copy"
     shutil.copytree(undisturbed, out)
@@ -208,23 +223,23 @@ def test_damaged_checkpoints_are_named_and_automatic_resume_takes_the_one_before
     shard.write_bytes(content)
     short = next(truncated.glob("*.distcp"))
     os.truncate(short, short.stat().st_size - 1)
-    options = ["--system", "ddp", "--ranks", "2"]
-    named = train(out, *options, "--resume", str(flipped), check=2)
+    options = ["--system", "ddp"]
+    named = train(out, *options, "--ranks", "2", "--resume", str(flipped), check=2)
     assert f"checkpoint {flipped} is damaged: {shard.name}: expected checksum" in named
-    automatic = train(out, *options)
+    automatic = train_ranks(out, *options)
     assert f"skipped: checkpoint {flipped} is damaged: {shard.name}" in automatic
     assert f"skipped: checkpoint {truncated} is truncated: {short.name}: expected" in automatic
     assert f"at step {STEPS - 8}" in automatic
     assert losses(out) == losses(undisturbed)
 
 
-def test_training_features_together(tmp_path):
-    options = ["--system", "fsdp2", "--ranks", "2", "--steps", "8", "--checkpoint-every", "2"]
+def test_training_features_together(train_ranks, tmp_path):
+    options = ["--system", "fsdp2", "--steps", "8", "--checkpoint-every", "2"]
     features = [
         *["--activation-checkpointing", "full", "--dtype", "bf16", "--checkpoint-async"],
         *["--keep-checkpoints", "2", "--profile-steps", "3:4", "--peak-flops", "1e12"],
     ]
-    train(tmp_path, *options, *features)
+    train_ranks(tmp_path, *options, *features)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-00000006", "step-00000008"]
     profiled = sorted(path.name for path in (tmp_path / "profile").iterdir())
@@ -238,12 +253,11 @@ def test_training_features_together(tmp_path):
     assert not (tmp_path / "flight-recorder").exists()
 
 
-def test_a_hanging_rank_leaves_reports_of_the_other_ranks(tmp_path):
-    features = ["--timeout", "15", "--system", "ddp", "--ranks", "2", "--steps", "100000"]
-    process = start_and_wait_for_step(tmp_path, 2, *features)
-    ranks = psutil.Process(process.pid).children()
-    (stopped,) = [rank for rank in ranks if rank.environ()["RANK"] == "1"]
-    stopped.suspend()
+def test_a_hanging_rank_leaves_reports_of_the_other_ranks(start_on_ranks, tmp_path):
+    features = ["--timeout", "15", "--system", "ddp", "--steps", "100000"]
+    first, stopped = start_on_ranks(2, *command(tmp_path, *features)[1:])
+    wait_for_step(tmp_path, 2, first)
+    stopped.send_signal(signal.SIGSTOP)
     path = tmp_path / "flight-recorder" / "report-rank0.txt"
     try:
         deadline = time.monotonic() + 120
@@ -251,9 +265,9 @@ def test_a_hanging_rank_leaves_reports_of_the_other_ranks(tmp_path):
             assert time.monotonic() < deadline, "no report of the error within two minutes"
             time.sleep(0.1)
     finally:
-        stopped.resume()  # or the launcher would wait half a minute for its end
-    assert process.wait(60) == 1
-    assert psutil.wait_procs(ranks, timeout=60)[1] == []
+        stopped.send_signal(signal.SIGCONT)
+    assert first.wait(60).returncode == 1
+    assert stopped.wait(60).returncode == 1
     report = path.read_text()
     assert "it has not ended within 13.5 s\n  at " in report
     assert "\nrank 1 gave no answer: " in report
@@ -261,6 +275,19 @@ def test_a_hanging_rank_leaves_reports_of_the_other_ranks(tmp_path):
     collective = r"(barrier|\w+ of \w+ \[.*\])"
     assert re.search(rf"\n  newest collective of group .* number \d+, {collective}, st", report)
     assert (tmp_path / "flight-recorder" / "rank0").stat().st_size > 0
+
+
+def test_a_killed_rank_is_named_by_the_others(start_on_ranks, tmp_path):
+    options = ["--system", "ddp", "--timeout", "120"]
+    first, second = start_on_ranks(2, *command(tmp_path, *options)[1:])
+    wait_for_step(tmp_path, 1, first)
+    second.send_signal(signal.SIGKILL)
+    assert second.wait(timeout=60).returncode == -signal.SIGKILL
+    ended = first.wait(timeout=60)
+    assert ended.returncode == EXIT_LOST
+    sentence = ended.stderr.splitlines()[-1]
+    lost = r"error: rank 0 of 2 stopped: rank 1 on 127\.0\.0\.1 \(.*\) ended \(.*\); restart all"
+    assert re.match(lost, sentence), ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -324,12 +351,13 @@ def assert_one_sentence(message, part):
     assert part in message
 
 
-def test_dist_rng_that_is_not_installed_is_one_sentence_and_exit_code_2(tmp_path):
-    # What every interpreter runs first: a module that is None is one that cannot be imported.
-    (tmp_path / "sitecustomize.py").write_text('import sys; sys.modules["dist_rng"] = None\n')
+def test_dist_rng_that_is_not_installed_is_one_sentence_and_exit_code_2(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "dist_rng", None)  # which cannot be imported
     options = ["--random", "dist-rng", "--system", "dtensor-tp", "--ranks", "2"]
-    message = train(tmp_path / "run", *options, check=2, PYTHONPATH=str(tmp_path))
-    assert message == (
+    assert main(command(tmp_path / "run", *options)[3:]) == 2
+    assert capsys.readouterr().err == (
         "error: --random dist-rng needs the package dist-rng, which is not installed; install it,"
         f" or use --random {NATIVE_RANDOM}\n"
     )
@@ -349,9 +377,7 @@ def test_a_rank_that_cannot_be_started_is_named(tmp_path):
         "except UsageError as error:\n"
         "    sys.exit(f'refused: {error}')\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
-    )
+    result = run_python("-c", script, timeout=120)
     assert "refused: rank 1 of 2 could not be started (exit code 7)" in result.stderr
 
 

@@ -1,9 +1,6 @@
 """Options that do not go together or have no effect are refused before a process starts."""
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,6 +11,7 @@ from integration.train.__main__ import main
 from integration.train.config import TrainConfig
 from integration.train.session import read_session, write_session
 from integration.train.validation import RULES, validate
+from testkit import run_python
 
 TEXT = {"model": "llama-tiny"}
 DIT = {"model": "dit-tiny"}
@@ -184,4 +182,5 @@ def test_validation_makes_no_process_group():
         "from integration.train.validation import validate\n"
         "validate(TrainConfig(system='fsdp2', ranks=2)); assert not dist.is_initialized()\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=os.environ)
+    result = run_python("-c", script)
+    assert result.returncode == 0, result.stderr

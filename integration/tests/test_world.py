@@ -1,7 +1,6 @@
 """How a rank ends."""
 
-import subprocess
-import sys
+from testkit import run_python
 
 ENDS = """
 import sys
@@ -20,7 +19,5 @@ exit_process(7)
 
 def test_threads_that_hold_tensors_do_not_abort_a_rank_that_leaves():
     for _ in range(3):
-        ended = subprocess.run(
-            [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, check=False
-        )
+        ended = run_python("-c", ENDS)
         assert (ended.returncode, ended.stdout) == (7, "done"), ended.stderr

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from testkit import RankError, fake_mesh, run_ranks
-from testkit.ranks import run
+from testkit.ranks import forkserver, run
 
 pytestmark = pytest.mark.ranks
 
@@ -284,7 +284,7 @@ def test_an_unsendable_result_names_the_rank_and_the_remedy():
 
 def test_a_rank_that_cannot_start_is_named(monkeypatch):
     monkeypatch.setattr(run, "_pool", None)  # the kept ones come back afterwards
-    monkeypatch.setattr(run, "_server", None)
+    monkeypatch.setattr(forkserver, "_server", None)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     error = str(failing(fn=dist.get_rank, world_size=1))
     assert "cannot start rank 0: the process that forks ranks ended with exit code 1" in error

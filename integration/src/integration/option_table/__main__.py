@@ -29,8 +29,8 @@ observation that proves that it is in effect. What is refused is so before a pro
 exit code 2.
 
 `integration/tests/test_option_table.py` observes all accepted pairs in {runs} runs of `llama-tiny`
-and `mixtral-tiny`: {short} on 2 ranks with the other tests, {long} on 4 ranks in
-`nox -s nightly`.
+and `mixtral-tiny`, {short} on 2 ranks and {long} on 4, in `nox -s nightly`; and each option once,
+in a few of those on 2 ranks, with the other tests.
 """
 
 _FULLY_SHARD = """
@@ -41,8 +41,9 @@ Options of `fsdp.fully_shard` and of the methods of the modules that it has shar
 (`packages/fsdp/tests`), and [their limits](../packages/fsdp/placements.md#limits) say what
 `placements` refuses.
 `integration/tests/test_option_table_fully_shard.py` observes all accepted pairs in {runs} runs of a
-small model: {short} on 2 ranks with the other tests, {long} on 4 ranks in `nox -s nightly`. In
-each of them gradients are compared with one device's. What is refused is a `ValueError`.
+small model, {short} on 2 ranks and {long} on 4, in `nox -s nightly`; and each option once, in a few
+of those on 2 ranks, with the other tests. In each of them gradients are compared with one device's.
+What is refused is a `ValueError`.
 """
 
 _PLAN = """
@@ -50,9 +51,10 @@ _PLAN = """
 
 Every kind of entry of `plan_api.Plan` and its options, and every option of `plan_api.parallelize`.
 `integration/tests/test_option_table_plan.py` observes all accepted pairs in {runs} runs of a small
-model: {short} on 2 ranks with the other tests, {long} on 4 ranks in `nox -s nightly`. In each of
-them gradients and weights are compared with one device's. What is refused is a `ValueError`, of
-which the table has the first line. Entries that use one axis of the mesh in two ways are no pair.
+model, {short} on 2 ranks and {long} on 4, in `nox -s nightly`; and each option once, in a few of
+those on 2 ranks, with the other tests. In each of them gradients and weights are compared with one
+device's. What is refused is a `ValueError`, of which the table has the first line. Entries that use
+one axis of the mesh in two ways are no pair.
 """
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "covering_runs",
     "merged",
     "pairs",
+    "proving_runs",
     "rank_choice",
     "run_options",
     "uncovered",
@@ -154,6 +155,19 @@ def covering_runs(
             missing.pop(frozenset(two), None)
         runs.append(completed)
     return tuple(runs)
+
+
+def proving_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Returns a few of ``runs`` in which each of their choices occurs, though not each pair.
+
+    The search is greedy: the next run is that with the most choices that are in none before.
+    """
+    missing = {choice for run in runs for choice in run}
+    chosen: list[Run] = []
+    while missing:
+        chosen.append(max(runs, key=lambda run: len(missing.intersection(run))))
+        missing.difference_update(chosen[-1])
+    return tuple(chosen)
 
 
 def uncovered(pairs: Sequence[Pair], runs: Sequence[Run]) -> list[Pair]:

@@ -1,10 +1,21 @@
 """Runs a function on several gloo ranks, in processes that are kept for the next call.
 
 `run` is the caller's side, `pool` has the processes, `forkserver` starts them, `worker` is what
-each of them does, `messages` are what the two exchange. `network_hosts` is separate: hosts for
-tests of links that are cut or slow.
+each of them does, `messages` are what the two exchange. `python_command` has other processes of the
+fork server: commands that begin with torch imported. `network_hosts` is separate: hosts for tests
+of links that are cut or slow.
 """
 
-from testkit.ranks.run import RankError, RankReport, preload, run_ranks
+from testkit.ranks.forkserver import preload
+from testkit.ranks.python_command import PythonProcess, run_python, start_python
+from testkit.ranks.run import RankError, RankReport, run_ranks
 
-__all__ = ["RankError", "RankReport", "preload", "run_ranks"]
+__all__ = [
+    "PythonProcess",
+    "RankError",
+    "RankReport",
+    "preload",
+    "run_python",
+    "run_ranks",
+    "start_python",
+]

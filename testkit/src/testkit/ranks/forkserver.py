@@ -1,4 +1,6 @@
-"""A process that imports torch once and forks ranks: `ForkServer` starts it, `serve` runs there.
+"""A process that imports torch once and forks others: `ForkServer` starts it, `serve` runs there.
+
+Forked are ranks (`testkit.ranks.pool`) and Python commands (`testkit.ranks.python_command`).
 
 `multiprocessing.forkserver` is not used: it runs the caller's script again in each process, and its
 processes outlive a caller that is killed.
@@ -17,45 +19,41 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_MESSAGE_BYTES = 4096
+_MESSAGE_BYTES = 2**17  # a command has its environment; the kernel allows 1.6 times as much
+_START_TIMEOUT = 120.0  # seconds to import torch and to fork
 
-
-@dataclass(frozen=True)
-class Fork:
-    """To the server, with the file descriptors of a rank's connection and log: start this rank."""
-
-    rank: int
-    store_port: int
+_preloaded: dict[str, None] = {}  # names of modules, in order
+_server: ForkServer | None = None  # outlives the pools, which a failed call closes
 
 
 @dataclass(frozen=True)
 class Forked:
-    """From the server: the rank runs as this process."""
+    """From the server: what was requested runs as this process."""
 
     pid: int
 
 
 @dataclass(frozen=True)
 class Ended:
-    """From the server: a rank's process has ended; a negative exit code is a signal's."""
+    """From the server: a forked process has ended; a negative exit code is a signal's."""
 
     pid: int
     exit_code: int
 
 
 class ForkServer:
-    """Starts the process; `fork` has it make a rank. It ends with its caller, and its ranks too.
+    """Starts the process; `fork` has it fork itself. With its caller it ends, and its forks too.
 
-    Ranks have the environment of the moment at which the server is started.
+    Forks have the environment of the moment at which the server is started.
 
     Args:
-        modules: that it imports after torch, so that ranks begin with them.
+        modules: that it imports after torch, so that forks begin with them.
 
     Raises:
         OSError: the process cannot be created.
@@ -88,44 +86,41 @@ class ForkServer:
         """Whether this process started it (not its parent, by fork), and it runs."""
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def fork(
-        self, rank: int, store_port: int, connection: int, log: int, timeout: float
-    ) -> Process:
-        """Starts a rank.
+    def fork(self, request: object, stdout: int, stderr: int, *descriptors: int) -> Process:
+        """Starts a process.
 
         Args:
-            rank: its number.
-            store_port: of the caller's TCPStore, on the loopback device.
-            connection: the file descriptor of the rank's end of its connection.
-            log: the file descriptor of its stdout and stderr.
-            timeout: seconds that the server may take, of which it needs some to import torch.
+            request: what it runs, of a type that `testkit.ranks.worker` knows.
+            stdout: the file descriptor of its stdout.
+            stderr: the file descriptor of its stderr.
+            *descriptors: other file descriptors that it has.
 
         Returns:
-            the rank's process.
+            the process.
 
         Raises:
             OSError: the server has ended, or does not answer in time.
         """
-        message = pickle.dumps(Fork(rank, store_port))
+        message = pickle.dumps(request)
         with contextlib.suppress(ConnectionError):  # it has ended, which the answer reports
-            socket.send_fds(self._socket, [message], [connection, log])
-        deadline = time.monotonic() + timeout
+            socket.send_fds(self._socket, [message], [stdout, stderr, *descriptors])
+        deadline = time.monotonic() + _START_TIMEOUT
         while (answer := self._receive(deadline)) is not None:
             if isinstance(answer, Forked):
                 return Process(self, answer.pid)
-        raise TimeoutError(f"the process that forks ranks did not answer within {timeout:g} s")
+        raise TimeoutError(f"the process that forks ranks did not answer in {_START_TIMEOUT:g} s")
 
     def exit_code(self, pid: int) -> int | None:
-        """The exit code of a rank's process, negative for a signal; None while it runs."""
+        """The exit code of a forked process, negative for a signal; None while it runs."""
         try:
             while pid not in self._exit_codes and self._receive(time.monotonic()) is not None:
                 pass
-        except OSError:  # the server has ended, and by its end the kernel killed the ranks
+        except OSError:  # the server has ended, and by its end the kernel killed the forks
             return self._exit_codes.get(pid, -signal.SIGKILL)
         return self._exit_codes.get(pid)
 
     def close(self) -> None:
-        """Kills the server and its ranks; does nothing in a forked child."""
+        """Kills the server and its forks; does nothing in a forked child."""
         if self._owner == os.getpid():
             atexit.unregister(self.close)
             self._process.kill()
@@ -150,7 +145,7 @@ class ForkServer:
 
 @dataclass(frozen=True)
 class Process:
-    """A rank's process, a child of the server.
+    """A forked process, a child of the server.
 
     Attributes:
         server: forked it, and learns of its end.
@@ -177,6 +172,41 @@ class Process:
         return code
 
 
+def preload(*modules: str) -> None:
+    """Makes ranks begin with these modules imported, once for all of them, as they do with torch.
+
+    So do the commands of `run_python`. Called from a ``conftest.py``, before the first `run_ranks`,
+    it saves each rank the import. A module whose import changes torch changes it for all ranks.
+
+    Args:
+        *modules: full names, in the order in which they are imported.
+
+    Raises:
+        RuntimeError: ranks were started before.
+    """
+    new = [name for name in modules if name not in _preloaded]
+    if new and _server is not None:
+        raise RuntimeError(
+            f"preload: expected a call before the first run_ranks, got {', '.join(new)} after it; "
+            "call it in conftest.py"
+        )
+    _preloaded.update(dict.fromkeys(new))
+
+
+def shared_server() -> ForkServer:
+    """Returns the server of this process; starts one if there is none, or it has ended.
+
+    Raises:
+        OSError: the process cannot be created.
+    """
+    global _server
+    if _server is None or not _server.usable():
+        if _server is not None:
+            _server.close()
+        _server = ForkServer(_preloaded)
+    return _server
+
+
 def die_with_parent(parent: int) -> None:
     """Has the kernel kill this process when its parent dies, which is `parent` now."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -184,15 +214,15 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def serve(requests: socket.socket, run_rank: Callable[[int, int, int, int], Any]) -> None:
-    """Forks ranks until the caller closes the socket; a forked process runs its rank and returns.
+def serve(requests: socket.socket, run: Callable[[Any, Sequence[int]], None]) -> None:
+    """Forks until the caller closes the socket; a forked process runs its request and returns.
 
     Args:
         requests: the socket to the caller.
-        run_rank: is called in a forked process with the file descriptor of its connection, the
-            process id of this server, its rank, and the port of the caller's TCPStore.
+        run: is called in a forked process, which dies with this one, with the request and the file
+            descriptors that came with it, without those of stdout and stderr.
     """
-    gc.freeze()  # the collections of ranks skip imported objects, and do not copy their pages
+    gc.freeze()  # the collections of forks skip imported objects, and do not copy their pages
     server = os.getpid()
     wakeup, on_signal = socket.socketpair()
     on_signal.setblocking(False)
@@ -205,21 +235,21 @@ def serve(requests: socket.socket, run_rank: Callable[[int, int, int, int], Any]
             for ended in _reaped():
                 requests.send(pickle.dumps(ended))
         if requests in ready:
-            message, (*descriptors,), _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 2)
+            message, (*descriptors,), _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 3)
             if not message:
                 return
-            request: Fork = pickle.loads(message)
-            connection, log = descriptors
+            request = pickle.loads(message)
             if (pid := os.fork()) == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for end in (requests, wakeup, on_signal):
                     end.close()
                 os.setsid()
-                os.dup2(log, 1)
-                os.dup2(log, 2)
-                os.close(log)
-                run_rank(connection, server, request.rank, request.store_port)
+                die_with_parent(server)
+                for number, descriptor in enumerate(descriptors[:2], start=1):
+                    os.dup2(descriptor, number)
+                    os.close(descriptor)
+                run(request, descriptors[2:])
                 return
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -24,6 +24,19 @@ class WarningFilter:
 
 
 @dataclass(frozen=True)
+class StartRank:
+    """To the fork server, with the file descriptor of the rank's connection: start this rank.
+
+    Attributes:
+        rank: its number in every call.
+        store_port: of the parent's TCPStore, on the loopback device.
+    """
+
+    rank: int
+    store_port: int
+
+
+@dataclass(frozen=True)
 class RankCall:
     """One function to run.
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from testkit.ranks.forkserver import ForkServer, Process
-from testkit.ranks.messages import DestroyGroup, RankCall, Ready
+from testkit.ranks.messages import DestroyGroup, RankCall, Ready, StartRank
 
 START_TIMEOUT = 120.0  # seconds to import torch; several ranks share the cores
 _TAIL = 8_000  # characters of a rank's output that are shown
@@ -169,7 +169,10 @@ class Pool:
         with rank_end, log.open("ab") as output, contextlib.ExitStack() as on_error:
             on_error.callback(connection.close)
             process = self._server.fork(
-                index, self._store.port, rank_end.fileno(), output.fileno(), START_TIMEOUT
+                StartRank(index, self._store.port),
+                output.fileno(),
+                output.fileno(),
+                rank_end.fileno(),
             )
             on_error.pop_all()
         return Rank(index, process, connection, log)

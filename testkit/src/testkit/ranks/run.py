@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import cloudpickle  # type: ignore[import-untyped]  # it has no stubs
 from torch.distributed.tensor.placement_types import Placement
 
-from testkit.ranks.forkserver import ForkServer
+from testkit.ranks.forkserver import ForkServer, shared_server
 from testkit.ranks.messages import Reply, Task, WarningFilter
 from testkit.ranks.pool import START_TIMEOUT, Pool, Rank, receive, wait_for_ranks
 
@@ -31,8 +31,6 @@ MAX_RANKS = 8
 _GRACE = 1.0  # seconds that the other ranks may take after a rank has failed
 
 _lock = threading.Lock()
-_preloaded: dict[str, None] = {}  # names of modules, in order
-_server: ForkServer | None = None  # outlives the pools, which a failed call closes
 _pool: Pool | None = None
 
 
@@ -72,27 +70,6 @@ class RankError(RuntimeError):
     def __init__(self, summary: str, reports: Sequence[RankReport]) -> None:
         super().__init__("\n".join([summary, *map(str, reports)]))
         self.reports = tuple(reports)
-
-
-def preload(*modules: str) -> None:
-    """Makes ranks begin with these modules imported, once for all of them, as they do with torch.
-
-    Called from a ``conftest.py``, before the first `run_ranks`, it saves each rank the import. A
-    module whose import changes torch changes it for all ranks.
-
-    Args:
-        *modules: full names, in the order in which they are imported.
-
-    Raises:
-        RuntimeError: ranks were started before.
-    """
-    new = [name for name in modules if name not in _preloaded]
-    if new and _server is not None:
-        raise RuntimeError(
-            f"preload: expected a call before the first run_ranks, got {', '.join(new)} after it; "
-            "call it in conftest.py"
-        )
-    _preloaded.update(dict.fromkeys(new))
 
 
 def run_ranks(
@@ -141,7 +118,7 @@ def run_in_pool_of(
 
     Another device than that of the call before starts new processes. `start_device` is `Task`'s.
     """
-    global _server, _pool
+    global _pool
     _check(fn, world_size, timeout)
     with _lock:  # a rank has one process group, and cloudpickle one registry
         payload = _dumps(fn, args, kwargs, start_device)
@@ -149,8 +126,7 @@ def run_in_pool_of(
             _pool.close()
             _pool = None
         if _pool is None:
-            _server = _usable_server(_server)
-            _pool = Pool(_server, device)
+            _pool = Pool(_usable_server(), device)
         try:
             _prepare(_pool, world_size)
             _pool.send(world_size, payload)
@@ -240,13 +216,9 @@ def _call_error(
     return RankError(f"run_ranks on {world_size}: {', '.join(summary)}", [*failures, *reports])
 
 
-def _usable_server(server: ForkServer | None) -> ForkServer:
-    if server is not None:
-        if server.usable():
-            return server
-        server.close()
+def _usable_server() -> ForkServer:
     try:
-        return ForkServer(_preloaded)
+        return shared_server()
     except OSError as error:
         message = f"run_ranks: cannot start the process that forks ranks: {error}"
         raise RankError(message, []) from error

@@ -1,7 +1,8 @@
 """The ranks: ``python -m testkit.ranks.worker FD CALLER [MODULE...]`` is their fork server.
 
 A rank, forked by it, runs calls from its connection until the caller closes it or dies. Its stdout
-and stderr are the rank's log file, which is truncated before each call.
+and stderr are the rank's log file, which is truncated before each call. Forked processes that are
+not ranks run a `PythonCommand`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import socket
 import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,26 +31,32 @@ from torch.distributed.tensor import DTensor
 
 from testkit.mesh import clear_caches
 from testkit.ranks.forkserver import die_with_parent, serve
-from testkit.ranks.messages import DestroyGroup, RankCall, Ready, Reply, Task
+from testkit.ranks.messages import DestroyGroup, RankCall, Ready, Reply, StartRank, Task
+from testkit.ranks.python_command import PythonCommand
 
 
-def main(fd: int, parent: int, rank: int, port: int) -> None:
-    """Runs calls until the connection ends.
+def main(request: StartRank | PythonCommand, descriptors: Sequence[int]) -> None:
+    """Runs what a process was forked for.
 
     Args:
-        fd: the socket to the caller.
-        parent: the process id of the fork server.
-        rank: this process's rank in every call.
-        port: of the caller's TCPStore, on the loopback device.
+        request: what that is.
+        descriptors: of a rank, the file descriptor of its connection.
     """
-    die_with_parent(parent)
+    torch.set_num_threads(1)
+    if isinstance(request, PythonCommand):
+        request.run()
+    else:
+        _run_calls(request.rank, request.store_port, *descriptors)
+
+
+def _run_calls(rank: int, port: int, fd: int) -> None:
+    """Runs calls as this rank until the connection ends."""
     os.set_inheritable(fd, False)
     os.environ["TESTKIT_RANK"] = str(rank)
     faulthandler.enable()
     faulthandler.register(
         signal.SIGUSR1, all_threads=True
     )  # how the caller requests a hung rank's stack
-    torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     connection = Connection(fd)
     modules = len(sys.modules)

@@ -348,6 +348,7 @@ def run_options(choices: Run) -> dict[str, Any]:
 
 
 @functools.cache
+@functools.cache  # pairs and larger runs are asked for again and again
 def completed(choices: Run) -> Completion:
     """Calls `fully_shard` and the methods with ``choices`` on a mesh without processes."""
     options = run_options(choices)

@@ -326,6 +326,7 @@ def _fake_mesh(axes: tuple[str, ...]) -> DeviceMesh:
 
 
 @functools.cache
+@functools.cache  # pairs and larger runs are asked for again and again
 def _completed(choices: Run) -> Completion:
     """Calls `parallelize` with ``choices`` on a mesh without processes."""
     options = merged(choices) or {}
