@@ -20,13 +20,15 @@ all-reduce. Operators then propagate the types, and refuse those that they canno
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from plan_api.lowering.ir import HookPoint, Site, SiteStep
@@ -36,12 +38,13 @@ from plan_api.spec.axes import axis_names
 from plan_api.spec.placements import format_placement
 from plan_api.static.redistribute import StaticRedistribution
 
-__all__ = ["PlanTypes", "TypeMismatch"]
+__all__ = ["PlanTypes", "TypedOperators"]
 
 _LOSSES = (
     "cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 )  # fmt: skip
+_MEANS = {getattr(F, name) for name in _LOSSES}
 
 
 class PlanTypes:
@@ -50,10 +53,18 @@ class PlanTypes:
     Args:
         spmd: the module spmd_types.
         mesh: of the plan.
+
+    Attributes:
+        spmd: the module spmd_types.
+        axes: by name, those of spmd_types.
+        names: of parameters, by the id of their local tensor.
+        outputs: the tensors that entries place as outputs of the model, each with its axes.
     """
 
     def __init__(self, spmd: Any, mesh: DeviceMesh) -> None:
         self.spmd = spmd
+        self.names: dict[int, str] = {}
+        self.outputs: list[tuple[torch.Tensor, Collection[str]]] = []
         # An axis of one rank has no types: there is nothing to mix up.
         self.axes: Mapping[str, Any] = {
             name: spmd.MeshAxis.of(mesh.get_group(at))
@@ -88,6 +99,12 @@ class PlanTypes:
         spmd.assert_type(tensor, found)
         return tensor
 
+    def described(self, tensor: torch.Tensor) -> str:
+        """Returns a tensor's name or shape, and its types, for messages."""
+        name = self.names.get(id(tensor), f"a tensor of {tuple(tensor.shape)}")
+        types = ", ".join(f"{axis}={one.value}" for axis, one in self.types_of(tensor).items())
+        return f"{name}, {types}"
+
     def redistributed(
         self, site: Site, step: SiteStep, transform: StaticRedistribution
     ) -> TensorTransform:
@@ -111,25 +128,27 @@ class PlanTypes:
             with self.spmd.no_typecheck():
                 result = function(*args, **kwargs)
                 result = result.view_as(result) if result is first else result
-            return self.assign(result, self.types_of(first) | self._of_result(name, first, step))
+            types = self.types_of(first)
+            if name in _LOSSES:
+                types |= self._of_loss(name, first, result, step)
+            return self.assign(result, types)
 
         return typed
 
-    def _of_result(self, name: str, tensor: torch.Tensor, step: SiteStep) -> dict[str, Any]:
-        """Returns the types of an operator's result along axes where they are not the tensor's.
+    def _of_loss(
+        self, name: str, tensor: torch.Tensor, loss: torch.Tensor, step: SiteStep
+    ) -> dict[str, Any]:
+        """Returns the types of a loss along the axes that shard its input.
 
-        A loss is each rank's term of a sum, except along an axis that shards classes, over which
-        cross entropy reduces in forward and backward.
+        It is a rank's term of a sum, or the losses of its rows; along an axis that shards classes
+        it is whole, as cross entropy reduces over them in forward and backward.
         """
-        if name not in _LOSSES:
-            return {}
         classes = min(1, tensor.ndim - 1) if name == "cross_entropy" else None
-        sharded = {
-            axis: move.dst for axis, move in step.moves.items() if not move.dst.is_replicate()
-        }
+        of_rows = self.spmd.P if loss.ndim == 0 else self.spmd.V
         return {
-            axis: self.spmd.I if getattr(one, "dim", None) == classes else self.spmd.P
-            for axis, one in sharded.items()
+            axis: self.spmd.I if getattr(move.dst, "dim", None) == classes else of_rows
+            for axis, move in step.moves.items()
+            if not move.dst.is_replicate()
         }
 
     def check(
@@ -144,16 +163,17 @@ class PlanTypes:
             what: begins the message.
 
         Raises:
-            StaticError: a type is not that of the placements.
+            ValueError: a type is not that of the placements.
         """
         found = self.types_of(tensor)
         for axis, (placement, gradient) in placements.items():
             expected = self._accepted(placement, gradient, tensor.requires_grad)
             if axis in found and found[axis] not in expected:
-                raise TypeMismatch(
-                    f"{what}: expected a tensor of type {' or '.join(map(repr, expected))} along "
-                    f"{axis!r}, as the plan says it is {_described(placement, gradient)}, got type "
-                    f"{found[axis]}: {self._remedy(found[axis], axis)}"
+                raise ValueError(
+                    f"{what}: expected a tensor of type "
+                    f"{' or '.join(one.value for one in expected)} along {axis!r}, as the plan "
+                    f"says it is {_described(placement, gradient)}, got type {found[axis].value}: "
+                    f"{self._remedy(found[axis], axis)}"
                 )
 
     def _accepted(
@@ -190,8 +210,92 @@ class PlanTypes:
         return f"reduce it along {axis!r} first"
 
 
-class TypeMismatch(ValueError):
-    """A tensor at a site of the plan has another type than its placement there."""
+class TypedOperators(TorchFunctionMode):
+    """Completes the types of operators, and says in the plan's terms what an operator refuses.
+
+    Tensors that a model creates itself are replicated, as are those that no entry places, where
+    spmd_types leaves random ones without types. It is entered inside of the checker.
+
+    Args:
+        types: of the plan.
+    """
+
+    def __init__(self, types: PlanTypes) -> None:
+        super().__init__()
+        self._types = types
+
+    def __torch_function__(
+        self, func: TorchFunction, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        spmd, kwargs = self._types.spmd, kwargs or {}
+        if not spmd.is_type_checking():
+            return func(*args, **kwargs)
+        operands = [*filter(_is_tensor, tree_leaves((args, kwargs)))]
+        self._mix_without_gradients(operands)
+        if func in _MEANS and kwargs.get("reduction", "mean") == "mean":
+            self._refuse_local_mean(func.__name__, operands)
+        try:
+            result = func(*args, **kwargs)
+        except spmd.types.SpmdTypeError as error:
+            raise ValueError(self._refusal(func, operands, error)) from error
+        for one in filter(_is_tensor, tree_leaves(result)):
+            if not spmd.get_local_type(one):
+                self._types.assign(one, {})
+        return result
+
+    def _mix_without_gradients(self, operands: Sequence[torch.Tensor]) -> None:
+        """Lets operands without a gradient be R or I, as those with one are.
+
+        So does spmd-types 0.3; 0.2 refuses an operator with both, such as an embedding of indices.
+        """
+        spmd = self._types.spmd
+        for axis in self._types.axes.values():
+            typed = [(one, spmd.get_local_type(one).get(axis)) for one in operands]
+            found = {one for _, one in typed}
+            if spmd.I not in found or found == {spmd.I}:
+                continue
+            has_gradient = {id(one) for one in operands if one.requires_grad}
+            fixed = {one for tensor, one in typed if id(tensor) in has_gradient} & {spmd.R, spmd.I}
+            common = spmd.I if fixed == {spmd.I} else spmd.R
+            for tensor, one in typed:
+                if id(tensor) not in has_gradient and one in (spmd.R, spmd.I) and one != common:
+                    spmd.mutate_type(tensor, axis, src=one, dst=common)
+
+    def _refuse_local_mean(self, name: str, operands: Sequence[torch.Tensor]) -> None:
+        """Refuses a mean over the rows of a rank, which is no term of the mean over all rows."""
+        for axis, found in self._types.types_of(operands[0]).items():
+            if found is self._types.spmd.V:
+                raise ValueError(
+                    f"{name}: expected a tensor that is replicated along {axis!r}, or an entry, "
+                    f"got type V without one: it is the mean over this rank's rows; add "
+                    f"annotate('<op:{name}>', Shard(dim), {axis!r}) for the module that calls it"
+                )
+
+    def _refusal(
+        self, func: TorchFunction, operands: Sequence[torch.Tensor], error: Exception
+    ) -> str:
+        types, spmd = self._types, self._types.spmd
+        listed = "; ".join(types.described(one) for one in operands)
+        text = f"{getattr(func, '__name__', func)} of {listed}"
+        for axis in types.axes:
+            invariant = [one for one in operands if types.types_of(one).get(axis) is spmd.I]
+            if not invariant or len(invariant) == len(operands):
+                continue
+            names = [types.names[id(one)] for one in invariant if id(one) in types.names]
+            remedy = (
+                f"annotate({names[0] + '.grad'!r}, Partial(), {axis!r}), or, for what is added "
+                f"once to a Partial, redistribute({names[0]!r}, Replicate(), Partial(), {axis!r})"
+                if names
+                else f"redistribute(path, Replicate(), Replicate(), {axis!r}, grad_src=Partial(), "
+                f"grad_dst=Replicate()) for the input of the outermost module in which ranks "
+                f"compute different parts"
+            )
+            return (
+                f"{text}: expected no tensor of type I along {axis!r}, whose gradient all ranks "
+                f"have, beside tensors of other types, with which each rank computes another part "
+                f"of its gradient; add {remedy}"
+            )
+        return f"{text}: {str(error.args[0]).splitlines()[0]}"
 
 
 class _TypedRedistribution:
@@ -200,9 +304,7 @@ class _TypedRedistribution:
     def __init__(self, types: PlanTypes, site: Site, transform: StaticRedistribution) -> None:
         self._types, self._transform = types, transform
         self._is_param = site.hook_point is HookPoint.RUN
-        along = {
-            axis: one for axis, one in transform.placements.items() if axis in types.axes
-        }
+        along = {axis: one for axis, one in transform.placements.items() if axis in types.axes}
         self._before = {axis: (one.src, one.grad_dst) for axis, one in along.items()}
         self._after = {
             axis: types.type_of(one.dst, one.grad_src)
@@ -212,7 +314,9 @@ class _TypedRedistribution:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         types = self._types
-        types.check(tensor, self._before, self._transform.what)
+        # Without a gradient, an entry that changes nothing is no promise: a mask may be sharded.
+        if tensor.requires_grad or not self._transform.is_identity:
+            types.check(tensor, self._before, self._transform.what)
         with types.spmd.no_typecheck():
             result = self._transform(tensor)
             # Others may use the tensor with the type before.
@@ -230,17 +334,20 @@ class _TypedAnnotation:
     def __init__(self, types: PlanTypes, site: Site, step: SiteStep) -> None:
         self._types = types
         self._what = f"{site.name}:{step.tensor}:{step.index}"
+        self._is_output = not site.path and site.hook_point is HookPoint.FORWARD
         self._placements: dict[str, tuple[Placement, Placement | None]] = {
             axis: (move.dst, None) for axis, move in step.moves.items() if axis in types.axes
         }
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         self._types.check(tensor, self._placements, self._what)
+        if self._is_output:
+            self._types.outputs.append((tensor, self._placements))
         return tensor
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
 
 
 def _described(placement: Placement, gradient: Placement | None) -> str:
