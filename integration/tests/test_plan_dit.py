@@ -15,12 +15,14 @@ from integration.models.dit import DiffusionLoss, DiT
 from integration.systems.zoo import with_noise_loss
 from plan_api import (
     Plan,
+    StaticError,
     generate_static,
     installed,
     lower,
     parallelize,
     plan_communication,
     track,
+    typecheck,
     zoo,
 )
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
@@ -115,6 +117,17 @@ def test_a_dit_trains_as_on_one_device(shape):
             assert equal
             assert extras == ("dist-rng", "dtensor-rules", "fused-comm")
             assert unused == []
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_the_plan_of_a_dit_has_the_right_types(sp):
+    images = torch.randn(4, 4, 8, 8)
+    batch = (images, torch.randint(0, 1000, (4,)), torch.randint(0, 10, (4,)), images)
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        typecheck(dit_plan(mesh, sp), small_dit(), batch)
+        plan = without(dit_plan(mesh, sp), r"mlp\.fc2)\.bias")
+        with pytest.raises(StaticError, match=r"attn\.proj\.bias, dp=R, tp=I"):
+            typecheck(plan, small_dit(), batch)
 
 
 def test_dropout_is_enabled(monkeypatch):

@@ -5,6 +5,7 @@ from plan_api.api import Installed, installed, parallelize, uninstall
 from plan_api.inspect.debug import breakpoint  # noqa: A004  # its name in torch as well
 from plan_api.inspect.explain import Diff, Explanation, diff, explain
 from plan_api.inspect.track import Record, track
+from plan_api.inspect.typecheck import typecheck
 from plan_api.inspect.view import view
 from plan_api.lowering.ir import Lowered
 from plan_api.lowering.lower import lower
@@ -35,6 +36,7 @@ __all__ = [
     "parallelize",
     "plan_communication",
     "track",
+    "typecheck",
     "uninstall",
     "view",
     "zoo",

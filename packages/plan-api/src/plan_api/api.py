@@ -33,6 +33,7 @@ from plan_api.static.comparison import Difference
 from plan_api.static.guard import Guard
 from plan_api.static.install import install_static
 from plan_api.static.local_params import LocalParam
+from plan_api.static.redistribute import SiteTypes
 from plan_api.static.validate import validate_static
 
 __all__ = ["Installed", "installed", "parallelize", "uninstall"]
@@ -173,7 +174,12 @@ def parallelize(
 
 
 def apply_plan(
-    model: nn.Module, plan: Plan, options: ParallelizeOptions, *, strict: bool = False
+    model: nn.Module,
+    plan: Plan,
+    options: ParallelizeOptions,
+    *,
+    strict: bool = False,
+    types: SiteTypes | None = None,
 ) -> Lowered:
     """Does what `parallelize` does, and returns the plan, lowered, whose overrides are not logged.
 
@@ -182,6 +188,7 @@ def apply_plan(
         plan: see `parallelize`.
         options: of `parallelize`.
         strict: see `parallelize`.
+        types: in static mode, checks the types of tensors while modules run; see `typecheck`.
     """
     _check_rank_and_model(plan.mesh, model)
     lowered = lower(plan, model, strict=strict)
@@ -209,7 +216,7 @@ def apply_plan(
         model, plan.mesh, lowered.schedules, lowered.fully_sharded, options.src_data_rank,
         random_shards,
     )  # fmt: skip
-    _installed[model] = _install(model, plan, lowered, options, reduced_by_fsdp)
+    _installed[model] = _install(model, plan, lowered, options, reduced_by_fsdp, types)
     return lowered
 
 
@@ -231,6 +238,7 @@ def _install(
     lowered: Lowered,
     options: ParallelizeOptions,
     reduced_by_fsdp: frozenset[str],
+    types: SiteTypes | None,
 ) -> Installed:
     """Installs the hooks of a model whose parameters and buffers are placed."""
     mesh, schedules = plan.mesh, lowered.schedules
@@ -242,7 +250,7 @@ def _install(
     mode: Literal["eager", "static"] = "eager"
     if options.mode == "static":
         mode = "static"
-        parts = install_static(model, lowered, mesh, coverage, options, reduced_by_fsdp)
+        parts = install_static(model, lowered, mesh, coverage, options, reduced_by_fsdp, types)
         handles, gradients, guard = parts.handles, parts.gradients, parts.guard
         local_params = parts.local_params
     else:

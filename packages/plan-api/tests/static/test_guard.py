@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from plan_api import Plan, StaticError, installed, parallelize, zoo
+from plan_api import Plan, StaticError, installed, parallelize, typecheck, zoo
 from plan_api.runtime.agreement import first_site_on_any_rank, true_on_any_rank
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
 from testkit.models import TwoLinears
@@ -169,6 +169,7 @@ RIGHT = {
     "a closed gate": (TP, ClosedGate, _gate),
     "vit, no axis of the batch": (TP, _vit, zoo.vit),
     "gpt2, no axis of the batch": (TP, _gpt2, zoo.gpt2),
+    "gpt2, loss parallel": (TP, _gpt2, partial(zoo.gpt2, dp="dp", loss_parallel=True)),
     "llama with padding": (DP, _padded, _llama_padded),
 }
 
@@ -219,6 +220,39 @@ def test_plans_with_one_wrong_line_are_refused_in_the_first_step_by_site():
         for name, (*_, words) in WRONG.items():
             with pytest.raises(ValueError, match=words):
                 raise ValueError(found[name][2].replace("\n", " "))
+
+
+def _batch(make):
+    ids = torch.randint(0, 64, (4, 8))
+    if make in (_vit, _fresh_vit):
+        return {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.randint(0, 10, (4,))}
+    if make is ClosedGate:
+        return (torch.randn(4, 4),)
+    masks = {"attention_mask": torch.ones_like(ids)} if make is _padded else {}
+    return {"input_ids": ids, "labels": ids.clone(), **masks}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_types_accept_the_right_plans(name):
+    shape, make, plan = RIGHT[name]
+    with fake_mesh(shape, ("dp", "tp")) as mesh:
+        typecheck(plan(mesh), make(), _batch(make))
+
+
+# Types do not tell dims apart; see the table of docs/packages/plan-api/details.md.
+@pytest.mark.parametrize("name", [one for one in WRONG if one != "logits with another placement"])
+def test_types_refuse_the_wrong_plans_without_a_number(name):
+    shape, make, plan, site, _ = WRONG[name]
+    with fake_mesh(shape, ("dp", "tp")) as mesh, pytest.raises(StaticError) as error:
+        typecheck(plan(mesh), make(), _batch(make))
+    # Where a gradient is wrong, the module that takes the tensor, and not the one that made it.
+    taken_by = {
+        "a gradient that is not reduced": "model.layers.0.mlp.gate_proj",
+        "a gradient that is reduced twice": "lm_head",
+        "a gradient that is not reduced, behind closed gates": "up",
+        "dropout as if replicated": "model.layers.0.self_attn",
+    }
+    assert error.value.site == taken_by.get(name, site.removesuffix(".weight"))
 
 
 class Branching(TwoLinears):

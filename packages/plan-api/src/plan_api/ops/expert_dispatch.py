@@ -28,7 +28,7 @@ from plan_api.runtime.error_context import StepContext, annotate_backward_errors
 from plan_api.runtime.hooks import get_argument, replace_argument
 from plan_api.spec.axes import axis_names
 
-__all__ = ["TokenDispatcher"]
+__all__ = ["AUTOGRAD_FUNCTIONS", "TokenDispatcher"]
 
 
 @dataclass(frozen=True)
@@ -244,6 +244,9 @@ class _CombineTokens(torch.autograd.Function):
         rows = assignments.dispatch(grads[0].index_select(0, assignments.by_expert))
         zeros = (torch.zeros_like(one) if one.requires_grad else None for one in ctx.unused)
         return rows, grads[0].new_empty(0), None, *zeros
+
+
+AUTOGRAD_FUNCTIONS = (_DispatchTokens, _CombineTokens)
 
 
 def _params(module: nn.Module) -> list[torch.Tensor]:

@@ -71,7 +71,8 @@ def static_sites(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> list[S
 def _axes_of_rows(
     path: str, model: nn.Module, schedules: Mapping[str, Schedule], mesh: DeviceMesh
 ) -> Sequence[str]:
-    table = model.get_submodule(path).weight
+    # The attribute is the local parameter, which is not among the model's.
+    table = model.get_submodule(path)._parameters["weight"]
     names = [name for name, param in model.named_parameters() if param is table]
     schedule = schedules.get(names[0]) if names else None
     if schedule is None:

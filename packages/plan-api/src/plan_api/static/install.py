@@ -28,7 +28,7 @@ from plan_api.static.guard import Guard
 from plan_api.static.local_params import LocalParam, create_local_params
 from plan_api.static.operators import install_operators
 from plan_api.static.optimizer import restore_interrupted_steps, step_on_local_params
-from plan_api.static.redistribute import StaticRedistribution, static_transform
+from plan_api.static.redistribute import SiteTypes, StaticRedistribution, static_transform
 
 __all__ = ["InstalledStatic", "install_static"]
 
@@ -57,6 +57,7 @@ def install_static(
     coverage: SiteCoverage,
     options: ParallelizeOptions,
     reduced_by_fsdp: frozenset[str],
+    types: SiteTypes | None = None,
 ) -> InstalledStatic:
     """Makes modules find local parameters, and installs hooks that redistribute local tensors.
 
@@ -67,6 +68,7 @@ def install_static(
         coverage: records the sites that are passed.
         options: of `parallelize`.
         reduced_by_fsdp: the first names of the parameters whose gradients fully_shard reduces.
+        types: checks the types of tensors while modules run; None: they are not checked.
     """
     # Before all other hooks: those around calls of operators exclude fully_shard's own then.
     fully_sharded = FullyShardedParams(model, lowered, mesh, reduced_by_fsdp)
@@ -82,7 +84,7 @@ def install_static(
             model, path, lowered.sites, lowered.indices, mesh, coverage
         )
     for site in static_sites(model, lowered, mesh):
-        handles += _install_site(site, model, lowered, mesh, coverage, call_coverage)
+        handles += _install_site(site, model, lowered, mesh, coverage, call_coverage, types)
     for path, indices in lowered.indices.items():
         if not lowered.runs_on_dtensors(path):
             handles += install_expert_indices(model.get_submodule(path), indices, mesh, path)
@@ -104,18 +106,19 @@ def _install_site(
     mesh: DeviceMesh,
     coverage: SiteCoverage,
     call_coverage: CallCoverage,
+    types: SiteTypes | None,
 ) -> list[RemovableHandle]:
     module = model.get_submodule(site.path)
     if site.hook_point is HookPoint.OPERATOR:
-        return install_operators(site, module, mesh, lowered.runs_on_dtensors)
+        return install_operators(site, module, mesh, lowered.runs_on_dtensors, types)
     if site.hook_point is HookPoint.RUN:
-        return _redistribute_params(site, module, mesh)
+        return _redistribute_params(site, module, mesh, types)
     if not site.hook_point.is_module_hook:
         return []
     transforms = [
         (step.index, transform)
         for step in site.moved
-        if (transform := static_transform(site, step, mesh, call_coverage)) is not None
+        if (transform := static_transform(site, step, mesh, call_coverage, types)) is not None
     ]
     if transforms:
         return [install_site_hook(site, module, transforms, coverage)]
@@ -123,16 +126,16 @@ def _install_site(
     return []
 
 
-def _redistribute_params(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:
+def _redistribute_params(
+    site: Site, module: nn.Module, mesh: DeviceMesh, types: SiteTypes | None
+) -> list[RemovableHandle]:
     """Redistributes parameters while their module runs, such as a bias to Partial."""
-    transforms = [
-        (
-            step.tensor,
-            StepContext(site.name, step).wrap(StaticRedistribution(step, mesh, site.name)),
-        )
-        for step in site.steps
-        if step.kind is OpKind.REDIST
-    ]
+    transforms = []
+    for step in site.steps:
+        if step.kind is OpKind.REDIST:
+            transform = StaticRedistribution(step, mesh, site.name)
+            typed = transform if types is None else types.redistributed(site, step, transform)
+            transforms.append((step.tensor, StepContext(site.name, step).wrap(typed)))
     if not transforms:
         return []
     local_params: dict[str, torch.Tensor | None] = {}  # None: fully_shard's, no attribute

@@ -28,6 +28,7 @@ from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.local_redistribute import local_redistribution
 from plan_api.spec.axes import axis_names
+from plan_api.static.redistribute import SiteTypes
 from plan_api.static.shadow_model import is_fake
 
 __all__ = ["check_operators", "install_operators"]
@@ -47,7 +48,11 @@ def check_operators(site: Site) -> None:
 
 
 def install_operators(
-    site: Site, module: nn.Module, mesh: DeviceMesh, stays: Callable[[str], bool]
+    site: Site,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    stays: Callable[[str], bool],
+    types: SiteTypes | None = None,
 ) -> list[RemovableHandle]:
     """Installs hooks that intercept operators in a module's own code.
 
@@ -56,6 +61,7 @@ def install_operators(
         module: the module of the site.
         mesh: the plan's mesh.
         stays: whether the module of a path is an eager fallback.
+        types: checks the types of the operators' tensors; None: they are not checked.
     """
     axes = axis_names(mesh)
     table: dict[TorchFunction, InterceptedCalls] = {}
@@ -69,7 +75,10 @@ def install_operators(
             calls = table.setdefault(function, InterceptedCalls(function))
             if fused:
                 table[_FUSED] = calls
-            replacement = StepContext(site.name, step).wrap(make(function, mesh, placements))
+            replacement = make(function, mesh, placements)
+            if types is not None:
+                replacement = types.operator(site, step, replacement)
+            replacement = StepContext(site.name, step).wrap(replacement)
             calls.replacements[int(number) if number else None] = replacement
     span = FunctionInterception(table)
     handles = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.lowering.ir import AxisMove, HookPoint, OpKind, Site, SiteStep
+from plan_api.ops.function_calls import TorchFunction
 from plan_api.runtime.attribution import moving
 from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.hooks import TensorTransform
@@ -20,7 +21,7 @@ from plan_api.spec.axes import axis_names
 from plan_api.spec.placements import format_placement
 from plan_api.static.coverage import CallCoverage
 
-__all__ = ["StaticRedistribution", "static_transform"]
+__all__ = ["AxisPlacements", "SiteTypes", "StaticRedistribution", "static_transform"]
 
 
 class _AxisChange(NamedTuple):
@@ -31,8 +32,43 @@ class _AxisChange(NamedTuple):
     dst: Placement
 
 
+class AxisPlacements(NamedTuple):
+    """The placements of a tensor and of its gradient around a redistribution, along one axis.
+
+    Attributes:
+        src: of the tensor before.
+        dst: of the tensor afterwards.
+        grad_src: of the gradient that backward brings to `dst`; None if the plan leaves it open.
+        grad_dst: of the gradient that it returns for `src`.
+    """
+
+    src: Placement
+    dst: Placement
+    grad_src: Placement | None
+    grad_dst: Placement | None
+
+
+class SiteTypes(Protocol):
+    """What checks the types of tensors where a plan places them; see `plan_api.static.types`."""
+
+    def redistributed(
+        self, site: Site, step: SiteStep, transform: StaticRedistribution
+    ) -> TensorTransform:
+        """Returns a transform that checks a tensor, redistributes it and types the result."""
+
+    def annotated(self, site: Site, step: SiteStep) -> TensorTransform:
+        """Returns a transform that checks a tensor and returns it."""
+
+    def operator(self, site: Site, step: SiteStep, function: TorchFunction) -> TorchFunction:
+        """Returns what replaces an operator, with the type of its result."""
+
+
 def static_transform(
-    site: Site, step: SiteStep, mesh: DeviceMesh, call_coverage: CallCoverage | None = None
+    site: Site,
+    step: SiteStep,
+    mesh: DeviceMesh,
+    call_coverage: CallCoverage | None = None,
+    types: SiteTypes | None = None,
 ) -> TensorTransform | None:
     """Returns what a hook does with the local tensors of a step; None if nothing.
 
@@ -41,12 +77,16 @@ def static_transform(
         step: one of its steps.
         mesh: the plan's mesh.
         call_coverage: see `StaticRedistribution`.
+        types: checks the types of the tensors; None: they are not checked.
 
     Raises:
         ValueError: the step does not say the current placement of a tensor, or of its gradient.
     """
     at_root = not site.path
-    if step.kind is OpKind.ANNOTATE:  # only the model's own output is annotated at run time
+    if step.kind is OpKind.ANNOTATE:
+        if types is not None:
+            return types.annotated(site, step)
+        # Only the model's own output is annotated at run time.
         return (
             _OutputAsDTensor(step, mesh)
             if at_root and site.hook_point is HookPoint.FORWARD
@@ -54,6 +94,8 @@ def static_transform(
         )
     is_input = at_root and site.hook_point is HookPoint.FORWARD_PRE
     transform = StaticRedistribution(step, mesh, site.name, is_input, call_coverage)
+    if types is not None:
+        return types.redistributed(site, step, transform)
     return None if transform.is_identity else transform
 
 
@@ -67,6 +109,9 @@ class StaticRedistribution:
         is_input: whether tensors without a current placement in the plan are replicated, as are
             those with which the script calls the model.
         call_coverage: records each tensor that is redistributed; None: not recorded.
+
+    Attributes:
+        placements: by axis, those before and after.
 
     Raises:
         ValueError: the step does not say the current placement of a tensor, or of its gradient.
@@ -89,12 +134,18 @@ class StaticRedistribution:
         axes = axis_names(mesh)
         forward: list[_AxisChange] = []
         backward: list[_AxisChange] = []
+        self.placements: dict[str, AxisPlacements] = {}
         averaged = 1
         for name, move in step.moves.items():
             axis = axes.index(name)
             src = self._current_placement(name, move, is_input)
             forward.append(_AxisChange(axis, src, move.dst))
-            backward.append(_AxisChange(axis, *self._gradient_placements(name, move, src)))
+            gradient = self._gradient_placements(name, move, src)
+            backward.append(_AxisChange(axis, *gradient))
+            is_open = src == move.dst and move.grad_src is None and move.grad_dst is None
+            self.placements[name] = AxisPlacements(
+                src, move.dst, *((None, None) if is_open else gradient)
+            )
             if isinstance(src, Partial) and src.reduce_op == "avg" and src != move.dst:
                 averaged *= mesh.size(axis)
         self._before = tuple(one.src for one in forward)

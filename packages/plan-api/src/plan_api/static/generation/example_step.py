@@ -14,6 +14,7 @@ from plan_api.lowering.ir import Lowered
 from plan_api.options import ParallelizeOptions
 from plan_api.plan import Plan
 from plan_api.static.generation.trace import EagerTrace, trace_eager_step
+from plan_api.static.redistribute import SiteTypes
 from plan_api.static.shadow_model import FakeTensorFactory, class_before_fully_shard, shadow_of
 
 __all__ = ["ExampleStep"]
@@ -61,12 +62,23 @@ class ExampleStep:
             args, kwargs = factory.fake_inputs(args, kwargs)
         return cls(model, args, kwargs, use)
 
-    def parallelized(self, plan: Plan, mode: Literal["eager", "static"] = "eager") -> nn.Module:
-        """Applies a plan to a shadow of the model, and logs no overrides: `parallelize` will."""
+    def parallelized(
+        self,
+        plan: Plan,
+        mode: Literal["eager", "static"] = "eager",
+        types: SiteTypes | None = None,
+    ) -> nn.Module:
+        """Applies a plan to a shadow of the model, and logs no overrides: `parallelize` will.
+
+        Args:
+            plan: to apply.
+            mode: as in `parallelize`.
+            types: in static mode, checks the types of tensors while modules run.
+        """
         model = shadow_of(self.model)
         guard_steps = 0 if mode == "static" else None
         options = ParallelizeOptions.checked(plan.mesh, mode, guard_steps, None, None, self.use)
-        apply_plan(model, plan, options)
+        apply_plan(model, plan, options, types=types)
         return model
 
     def trace(self, plan: Plan) -> tuple[Lowered, EagerTrace]:
