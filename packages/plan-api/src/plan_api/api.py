@@ -32,7 +32,7 @@ from plan_api.runtime.state import check_device, place_state
 from plan_api.static.comparison import Difference
 from plan_api.static.guard import Guard
 from plan_api.static.install import install_static
-from plan_api.static.local_params import LocalParam
+from plan_api.static.local_params import GradientLeaf
 from plan_api.static.redistribute import SiteTypes
 from plan_api.static.validate import validate_static
 
@@ -62,7 +62,7 @@ class Installed:
     extras: tuple[str, ...]
     _guard: Guard | None
     _handles: tuple[RemovableHandle, ...]
-    _local_params: tuple[LocalParam, ...]
+    _leaves: tuple[GradientLeaf, ...]
 
     def check(self, *args: Any, **kwargs: Any) -> tuple[Difference, ...]:
         """Validates static mode against Eager on one batch, forward and backward; changes nothing.
@@ -94,8 +94,8 @@ class Installed:
         for handle in self._handles:
             handle.remove()
         self.gradients.remove()
-        for local_param in self._local_params:
-            local_param.remove()
+        for leaf in self._leaves:
+            leaf.remove()
 
 
 _installed: weakref.WeakKeyDictionary[nn.Module, Installed] = weakref.WeakKeyDictionary()
@@ -246,13 +246,13 @@ def _install(
     handles: tuple[RemovableHandle, ...]
     gradients: GradientReduction
     guard: Guard | None = None
-    local_params: tuple[LocalParam, ...] = ()
+    leaves: tuple[GradientLeaf, ...] = ()
     mode: Literal["eager", "static"] = "eager"
     if options.mode == "static":
         mode = "static"
         parts = install_static(model, lowered, mesh, coverage, options, reduced_by_fsdp, types)
         handles, gradients, guard = parts.handles, parts.gradients, parts.guard
-        local_params = parts.local_params
+        leaves = parts.leaves
     else:
         handles = tuple(
             install_eager(model, lowered.sites, schedules, lowered.indices, mesh, coverage)
@@ -272,7 +272,7 @@ def _install(
         *install_forward_errors(model, lowered.sites, plan.axes, mode),
     )
     return Installed(
-        plan, mode, lowered, coverage, gradients, options.extras, guard, handles, local_params
+        plan, mode, lowered, coverage, gradients, options.extras, guard, handles, leaves
     )
 
 

@@ -1,7 +1,7 @@
 """fully_shard in static mode trains bit for bit as in Eager, on plain tensors."""
 
 import math
-from dataclasses import dataclass
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -75,51 +75,12 @@ FAST = ("llama, layers only", "llama, an eager fallback", "mixtral, experts divi
 SLOW = tuple(name for name in CASES if name not in FAST)
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A trained model.
-
-    Attributes:
-        losses: of each step.
-        norms: of the gradients, before they were clipped.
-        params: this rank's local tensors, by name.
-    """
-
-    losses: list[float]
-    norms: list[float]
-    params: dict[str, torch.Tensor]
-
-    def differences(self, other):
-        """Returns what differs in any bit."""
-        assert self.params.keys() == other.params.keys()
-        params = [name for name, one in self.params.items() if not one.equal(other.params[name])]
-        scalars = [
-            name for name in ("losses", "norms") if getattr(self, name) != getattr(other, name)
-        ]
-        return scalars + params
+def _microbatch(model, last):
+    model.set_requires_gradient_sync(last)
+    return nullcontext()
 
 
-def _scalar(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).item()
-
-
-def _train(model, steps=4, microbatches=1, optimizer=None):
-    """A training script, which does not know the mode."""
-    torch.manual_seed(2)
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses, norms = [], []
-    for _ in range(steps):
-        for number in range(microbatches):
-            if microbatches > 1:
-                model.set_requires_gradient_sync(number == microbatches - 1)
-            loss = models.token_loss(model)
-            loss.backward()
-            losses.append(_scalar(loss))
-        norms.append(_scalar(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    local = {name: param.detach().to_local() for name, param in model.named_parameters()}
-    return Trained(losses, norms, local)
+_train = partial(models.train_with_clipping, microbatch=_microbatch)
 
 
 def _both_modes(make, plan, guard_steps=0, **options):

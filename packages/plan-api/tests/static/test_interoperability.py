@@ -7,14 +7,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from plan_api import parallelize, zoo
+from plan_api import Phase, parallelize, zoo
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
 
 pytestmark = [
@@ -25,15 +25,29 @@ pytestmark = [
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout": 0.1}
 
 
-def _llama(mesh, mode, prepare=None, seed=1, fully_sharded=False, **changes):
-    """`prepare` changes the model before it is parallelized."""
+def _fully_shard(plan):
+    return plan.fully_shard(r"model\.layers\.\d+", "dp").fully_shard("", "dp")
+
+
+def _zero_1(plan):
+    return plan.shard(r".*\.weight", Shard(0), "dp", Phase.OPTIM)
+
+
+def _zero_3(plan):
+    return plan.shard(r".*\.weight", Shard(0), "dp").shard(
+        r".*\.weight", Replicate(), "dp", Phase.RUN
+    )
+
+
+def _llama(mesh, mode, prepare=None, seed=1, data_parallel=None, **changes):
+    """`prepare` changes the model before it is parallelized, `data_parallel` its plan."""
     model = models.llama(**HEADS | changes)
     models.reinitialize(model, seed)
     if prepare is not None:
         prepare(model)
     plan = zoo.llama(mesh, dp="dp", sp=mesh.size(1) > 1)
-    if fully_sharded:
-        plan.fully_shard(r"model\.layers\.\d+", "dp").fully_shard("", "dp")
+    if data_parallel is not None:
+        data_parallel(plan)
     return parallelize(model, plan, mode=mode, guard_steps=0)
 
 
@@ -56,13 +70,21 @@ def _local_params(model):
     }
 
 
-TP, FULLY_SHARDED = ((1, 2), False), ((2, 1), True)
+CASES = {
+    "TP + SP": ((1, 2), None),
+    "fully_shard": ((2, 1), _fully_shard),
+    "ZeRO-1": ((2, 1), _zero_1),
+    "ZeRO-3": ((2, 1), _zero_3),
+}
 
 
-def either(fast, other):
-    """Runs a test on one mesh in the fast tier, and on the other in the slow one."""
-    cases = [fast, pytest.param(*other, marks=pytest.mark.slow)]
-    return pytest.mark.parametrize(("shape", "fully_sharded"), cases, ids=str)
+def each(*fast):
+    """Runs a test in these cases in the fast tier, and in the others in the slow one."""
+    cases = [
+        pytest.param(*case, id=name, marks=() if name in fast else pytest.mark.slow)
+        for name, case in CASES.items()
+    ]
+    return pytest.mark.parametrize(("shape", "data_parallel"), cases)
 
 
 def _different(one, other):
@@ -74,15 +96,15 @@ def _mesh(shape=(1, 2)):
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
 
 
-@either(FULLY_SHARDED, TP)
-def test_checkpoints_of_one_mode_load_in_the_other(tmp_path, shape, fully_sharded):
+@each("fully_shard", "ZeRO-3")
+def test_checkpoints_of_one_mode_load_in_the_other(tmp_path, shape, data_parallel):
     """Model and optimizer; training continues to the same bits, whichever mode saved and loaded."""
 
     def check(folder):
         mesh = _mesh(shape)
         ends = {}
         for saves in ("eager", "static"):
-            model = _llama(mesh, saves, fully_sharded=fully_sharded)
+            model = _llama(mesh, saves, data_parallel=data_parallel)
             optimizer = torch.optim.AdamW(model.parameters())
             _train(model, optimizer, 2, seed=3)
             parts, optimizer_state = get_state_dict(model, optimizer)
@@ -94,7 +116,7 @@ def test_checkpoints_of_one_mode_load_in_the_other(tmp_path, shape, fully_sharde
                 _local_params(model),
             )
             for loads in ("eager", "static"):
-                other = _llama(mesh, loads, seed=9, fully_sharded=fully_sharded)
+                other = _llama(mesh, loads, seed=9, data_parallel=data_parallel)
                 its = torch.optim.AdamW(other.parameters())
                 parts, optimizer_state = get_state_dict(other, its)
                 dcp.load(
@@ -138,9 +160,9 @@ def _save_products_of_blocks(model):
     _recompute_blocks(model, context_fn=contexts)
 
 
-@either(TP, FULLY_SHARDED)
+@each("TP + SP")
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-def test_activation_checkpointing_is_bitwise_equal(shape, fully_sharded):
+def test_activation_checkpointing_is_bitwise_equal(shape, data_parallel):
     """Full blocks, by torch and by transformers, and all but matrix products; with dropout."""
     policies = {
         "none": None,
@@ -154,7 +176,7 @@ def test_activation_checkpointing_is_bitwise_equal(shape, fully_sharded):
         mesh = _mesh(shape)
         ends = {}
         for name, policy in policies.items():
-            model = _llama(mesh, "static", policy, fully_sharded=fully_sharded)
+            model = _llama(mesh, "static", policy, data_parallel=data_parallel)
             recomputed = []
             model.model.layers[1].mlp.up_proj.register_forward_hook(
                 lambda *_, seen=recomputed: seen.append(1)
@@ -166,7 +188,7 @@ def test_activation_checkpointing_is_bitwise_equal(shape, fully_sharded):
                 len(recomputed),
             )
         for name in ("none", "blocks"):
-            model = _llama(mesh, "eager", policies[name], fully_sharded=fully_sharded)
+            model = _llama(mesh, "eager", policies[name], data_parallel=data_parallel)
             optimizer = torch.optim.AdamW(model.parameters())
             ends[name, "eager"] = (_train(model, optimizer, 3, seed=3), _local_params(model), 0)
         losses, parts, once = ends["none"]
@@ -187,22 +209,22 @@ def test_activation_checkpointing_is_bitwise_equal(shape, fully_sharded):
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("backend", "within", "shape", "fully_sharded"),
+    ("backend", "within", "shape", "data_parallel"),
     [
-        ("aot_eager", 0.0, (1, 2), False),
-        pytest.param("aot_eager", 0.0, (2, 1), True, marks=pytest.mark.slow),
+        ("aot_eager", 0.0, (1, 2), None),
+        pytest.param("aot_eager", 0.0, (2, 1), _fully_shard, marks=pytest.mark.slow),
         pytest.param(
-            "inductor", 1e-5, (1, 2), False, marks=pytest.mark.slow
+            "inductor", 1e-5, (1, 2), None, marks=pytest.mark.slow
         ),  # compiles C++ for two minutes
     ],
 )
-def test_compiled_blocks_equal_eager_blocks(backend, within, shape, fully_sharded):
+def test_compiled_blocks_equal_eager_blocks(backend, within, shape, data_parallel):
     def check():
         mesh = _mesh(shape)
         ends = []
         for compiles in (False, True):
             changes = {"attention_dropout": 0.0, "num_hidden_layers": 1}
-            model = _llama(mesh, "static", fully_sharded=fully_sharded, **changes)
+            model = _llama(mesh, "static", data_parallel=data_parallel, **changes)
             if compiles:
                 for layer in model.model.layers:
                     layer.compile(backend=backend)

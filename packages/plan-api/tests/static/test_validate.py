@@ -36,10 +36,6 @@ REFUSED = {
         lambda plan: plan.redistribute("up.<out>", S0, P, grad_src=R),
         r"cannot redistribute S\(0\) to P",
     ),
-    "phases": (
-        lambda plan: plan.shard("up.weight", S0).shard("up.weight", R, None, Phase.RUN),
-        r"test_validate.py:\d+: up.weight: expected the same placements in every phase",
-    ),
     "a factory": (
         lambda plan: plan.factory("up", S0),
         r"up.forward_pre: expected replicated tensors.*Shard\(dim=0\).*use mode='eager'",
@@ -67,12 +63,25 @@ def test_all_problems_are_listed_in_one_error(mesh):
         change(plan)
     with pytest.raises(ValueError, match="static mode") as error:
         parallelize(TwoLinears(), plan, mode="static")
-    assert len(str(error.value).splitlines()) == 1 + 4  # three of them are of up.<out>
+    assert len(str(error.value).splitlines()) == 1 + 3  # three of them are of up.<out>
 
 
-@pytest.mark.parametrize("name", ["phases", "a factory"])
-def test_generate_static_refuses_unsupported_options_before_it_runs(mesh, name):
-    change, message = REFUSED[name]
+def test_phases_of_a_fully_sharded_parameter_are_refused():
+    """Along another axis; along its own, they are in Eager, too."""
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        plan = Plan(mesh).shard("up.weight", S0, "tp").shard("up.weight", R, "tp", Phase.RUN)
+        plan.fully_shard("", "dp")
+        message = (
+            r"test_validate.py:\d+: up.weight: expected the same placements in every phase.*"
+            r"fully_shard\('', dp.*\) unshards it"
+        )
+        with CommLog() as log, pytest.raises(ValueError, match=message):
+            parallelize(TwoLinears(), plan, mode="static")
+        assert log.calls == ()
+
+
+def test_generate_static_refuses_unsupported_options_before_it_runs(mesh):
+    change, message = REFUSED["a factory"]
     model, plan = TwoLinears(), Plan(mesh)
     change(plan)
     with CommLog() as log, pytest.raises(ValueError, match=message):

@@ -17,14 +17,17 @@ from testkit.models.factories import (
     vit,
 )
 from testkit.models.training import (
+    Trained,
     Training,
     image_loss,
     token_loss,
     train,
+    train_with_clipping,
 )
 
 __all__ = [
     "VOCABULARY",
+    "Trained",
     "Training",
     "TwoLinears",
     "gpt2",
@@ -35,5 +38,6 @@ __all__ = [
     "reinitialize",
     "token_loss",
     "train",
+    "train_with_clipping",
     "vit",
 ]

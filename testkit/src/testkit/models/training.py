@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from testkit.comm_log import CommLog
 from testkit.models.factories import VOCABULARY
 
-__all__ = ["Training", "image_loss", "token_loss", "train"]
+__all__ = ["Trained", "Training", "image_loss", "token_loss", "train", "train_with_clipping"]
 
 
 def token_loss(model: Any) -> torch.Tensor:
@@ -79,3 +83,72 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training script has seen, on one rank.
+
+    Attributes:
+        losses: of each microbatch.
+        norms: of the gradients of each step, before they were clipped.
+        sent: of each step, how often each collective was called, by its name and its bytes in and
+            out.
+        params: this rank's local tensors at the end, by name.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    sent: list[Counter[tuple[str, int, int]]]
+    params: dict[str, torch.Tensor]
+
+    def differences(self, other: Trained) -> list[str]:
+        """Returns what differs in any bit, but for what was sent."""
+        assert self.params.keys() == other.params.keys()
+        params = [name for name, one in self.params.items() if not one.equal(other.params[name])]
+        scalars = [
+            name for name in ("losses", "norms") if getattr(self, name) != getattr(other, name)
+        ]
+        return scalars + params
+
+
+def train_with_clipping(
+    model: nn.Module,
+    *,
+    steps: int = 4,
+    microbatches: int = 1,
+    microbatch: Callable[[Any, bool], AbstractContextManager[object]] = lambda *_: nullcontext(),
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_of: Callable[[Any], torch.Tensor] = token_loss,
+) -> Trained:
+    """A training script that clips gradients, and does not know how the model is parallelized.
+
+    Args:
+        model: its parameters are DTensors.
+        steps: of the optimizer.
+        microbatches: of each step.
+        microbatch: returns the context of a microbatch, for the model and whether it is the last.
+        optimizer: None: AdamW.
+        loss_of: draws a batch and gives the model's loss on it.
+    """
+    torch.manual_seed(2)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, norms, sent = [], [], []
+    for _ in range(steps):
+        with CommLog() as log:
+            for number in range(microbatches):
+                with microbatch(model, number == microbatches - 1):
+                    loss = loss_of(model)
+                    loss.backward()
+                losses.append(_scalar(loss))
+            norms.append(_scalar(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        calls = ((str(call.op), call.input_bytes, call.output_bytes) for call in log.calls)
+        sent.append(Counter(calls))
+    local: dict[str, Any] = {name: param.detach() for name, param in model.named_parameters()}
+    return Trained(losses, norms, sent, {name: one.to_local() for name, one in local.items()})
+
+
+def _scalar(tensor: torch.Tensor) -> float:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).item()

@@ -347,7 +347,6 @@ def run_options(choices: Run) -> dict[str, Any]:
     return pairwise.run_options(choices, ranks_of)
 
 
-@functools.cache
 @functools.cache  # pairs and larger runs are asked for again and again
 def completed(choices: Run) -> Completion:
     """Calls `fully_shard` and the methods with ``choices`` on a mesh without processes."""

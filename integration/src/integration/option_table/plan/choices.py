@@ -325,7 +325,6 @@ def _fake_mesh(axes: tuple[str, ...]) -> DeviceMesh:
     return mesh_of(dict.fromkeys(axes))
 
 
-@functools.cache
 @functools.cache  # pairs and larger runs are asked for again and again
 def _completed(choices: Run) -> Completion:
     """Calls `parallelize` with ``choices`` on a mesh without processes."""

@@ -106,7 +106,7 @@ def _resolve(plan: PlanEntries, model: nn.Module) -> list[Op]:
         names = state if _names_state(entry) else modules
         matched = [name for name in names if entry.path.matches(name)]
         if entry.path.kind is PathKind.GRADIENT:
-            matched = [name for name in matched if state[name].requires_grad]
+            matched = [name for name in matched if isinstance(state[name], nn.Parameter)]
         if not matched:
             problems.append(_unmatched(entry, names))
             continue

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["check_agreement", "first_site_on_any_rank", "true_on_any_rank"]
+__all__ = [
+    "check_agreement", "first_site_on_any_rank", "true_on_all_ranks", "true_on_any_rank",
+]  # fmt: skip
 
 
 def check_agreement(lines: Sequence[str], mesh: DeviceMesh) -> None:
@@ -60,6 +62,14 @@ def true_on_any_rank(flag: bool, mesh: DeviceMesh) -> bool:
     for axis in range(mesh.ndim):
         dist.all_reduce(total, dist.ReduceOp.MAX, group=mesh.get_group(axis))
     return bool(total.item())
+
+
+def true_on_all_ranks(flags: Sequence[bool], mesh: DeviceMesh) -> list[bool]:
+    """Whether each flag is true on all ranks of a mesh; all of its ranks have to call."""
+    false = torch.tensor([not flag for flag in flags], dtype=torch.int8, device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(false, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    return [not one for one in false.tolist()]
 
 
 def first_site_on_any_rank(site: str, mesh: DeviceMesh) -> str:

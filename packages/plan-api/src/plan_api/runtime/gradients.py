@@ -7,6 +7,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from plan_api.runtime.hooks import SiteCoverage
 if TYPE_CHECKING:
     from fused_comm import GradReducer
 
-__all__ = ["GradientReduction"]
+__all__ = ["GradientReduction", "sharded_like"]
 
 _log = logging.getLogger("plan_api")
 
@@ -131,7 +132,8 @@ class GradientReduction:
     ) -> None:
         for param in params:
             if isinstance(param, DTensor):
-                self._handles.append(param.register_hook(_shard_like(param.placements)))
+                hook = partial(_sharded_hook, param.placements)
+                self._handles.append(param.register_hook(hook))
             self._handles.append(param.register_post_accumulate_grad_hook(after))
 
     def _after_accumulate(self, param: torch.Tensor) -> None:
@@ -179,24 +181,23 @@ class GradientReduction:
                 param.grad = grad.redistribute(placements=param.placements)
 
 
-def _shard_like(
-    placements: tuple[Placement, ...],
-) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    """Makes a hook that shards gradients like their parameter, and leaves Partials to be reduced.
+def sharded_like(placements: tuple[Placement, ...], grad: DTensor) -> DTensor:
+    """Shards a gradient like its parameter, and leaves Partials to be reduced.
 
-    Backward gives them the placements that its operators choose.
+    Backward gives it the placements that its operators choose.
+
+    Args:
+        placements: of the parameter.
+        grad: as backward has computed it; returned if nothing changes.
     """
+    target = tuple(
+        now if now.is_partial() else to for now, to in zip(grad.placements, placements, strict=True)
+    )
+    if target == grad.placements:
+        return grad
+    with reducing(None, grad.placements, target):
+        return grad.redistribute(placements=target)
 
-    def hook(grad: torch.Tensor) -> torch.Tensor | None:
-        if not isinstance(grad, DTensor) or grad.placements == placements:
-            return None
-        target = tuple(
-            now if now.is_partial() else to
-            for now, to in zip(grad.placements, placements, strict=True)
-        )
-        if target == grad.placements:
-            return None
-        with reducing(None, grad.placements, target):
-            return grad.redistribute(placements=target)
 
-    return hook
+def _sharded_hook(placements: tuple[Placement, ...], grad: torch.Tensor) -> torch.Tensor | None:
+    return sharded_like(placements, grad) if isinstance(grad, DTensor) else None

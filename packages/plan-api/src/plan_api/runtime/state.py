@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -99,15 +99,23 @@ def place_state(
 
 
 def use_unsharded_params(
-    model: nn.Module, schedules: Mapping[str, Schedule]
+    model: nn.Module,
+    schedules: Mapping[str, Schedule],
+    make: Callable[[nn.Module, str, Schedule], UnshardedParam] = UnshardedParam,
 ) -> list[RemovableHandle]:
-    """Makes modules use unsharded parameters where these have phases."""
+    """Makes modules use unsharded parameters where these have phases.
+
+    Args:
+        model: its parameters are DTensors.
+        schedules: of parameters, by their first names.
+        make: makes the unsharded parameter of a module's parameter of a name, as `UnshardedParam`.
+    """
     unsharded: dict[int, UnshardedParam] = {}
     by_module: dict[nn.Module, dict[str, UnshardedParam]] = {}
     for name, module, own, tensor in _slots(model):
         schedule = schedules.get(name)
         if schedule is not None and schedule.has_phases:
-            unsharded[id(tensor)] = UnshardedParam(module, own, schedule)
+            unsharded[id(tensor)] = make(module, own, schedule)
         if id(tensor) in unsharded:
             by_module.setdefault(module, {})[own] = unsharded[id(tensor)]
     return [

@@ -10,6 +10,7 @@ computed.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,7 +45,8 @@ class UnshardedParam:
         self._at = StepContext(f"the gather of parameter {name}", self._step)
         self._local: torch.Tensor | None = None
         self._nbytes = 0
-        self._filled_from: tuple[int, int] | None = None  # versions of the sharded parameter
+        self._source: weakref.ref[torch.Tensor] | None = None  # local tensor of the sharded one
+        self._source_writes: tuple[int, int] | None = None
         self._running_modules = 0
         self._pending_gradients = 0
 
@@ -53,13 +55,18 @@ class UnshardedParam:
         """Whether its memory is allocated and filled."""
         return self._local is not None and self._local.untyped_storage().nbytes() == self._nbytes
 
+    @property
+    def grad_target(self) -> torch.Tensor:
+        """The leaf in which autograd accumulates the gradient: the sharded parameter."""
+        return self._sharded_param
+
     def unshard(self) -> torch.Tensor:
-        """Returns the parameter for forward; its gradient goes to the sharded parameter."""
+        """Returns the parameter for forward; its gradient goes to `grad_target`."""
         sharded = self._sharded_param
-        if not (self.is_allocated and self._filled_from == _versions(sharded)):
+        if not (self.is_allocated and self._is_filled_from(sharded)):
             self._fill(sharded)
         self._running_modules += 1
-        unsharded: torch.Tensor = _Unshard.apply(sharded, self)  # type: ignore[no-untyped-call]
+        unsharded: torch.Tensor = _Unshard.apply(self.grad_target, self)  # type: ignore[no-untyped-call]
         return unsharded
 
     def after_forward(self) -> None:
@@ -81,8 +88,8 @@ class UnshardedParam:
         self._pending_gradients = max(0, self._pending_gradients - 1)
         self._free_if_unused()
 
-    def new_dtensor(self) -> DTensor:
-        """Returns a new DTensor on the memory."""
+    def new_tensor(self) -> torch.Tensor:
+        """Returns what modules use: a new DTensor on the memory."""
         assert self._local is not None
         sharded = self._sharded_param
         meta = sharded._spec.tensor_meta
@@ -121,26 +128,32 @@ class UnshardedParam:
         with torch.no_grad():
             with moving(self._step, sharded.placements, self._placements):
                 gathered = self._redistributed(sharded)
-            if self._local is None or self._local.device != gathered.device:
+            if self._local is None or not _is_like(self._local, gathered):
                 # A copy: along axes of one rank this is the parameter's own memory, or a view.
                 self._local = gathered.clone(memory_format=torch.contiguous_format)
                 self._nbytes = self._local.untyped_storage().nbytes()
             else:
                 self._local.untyped_storage().resize_(self._nbytes)
-                same = self._filled_from == _versions(sharded)
+                same = self._is_filled_from(sharded)
                 with _same_version(self._local) if same else contextlib.nullcontext():
                     self._local.copy_(gathered)
-        self._filled_from = _versions(sharded)
+        self._source = weakref.ref(sharded._local_tensor)
+        self._source_writes = _writes(sharded)
+
+    def _is_filled_from(self, sharded: DTensor) -> bool:
+        """Whether the sharded parameter is still what the memory was filled from."""
+        source = None if self._source is None else self._source()
+        return source is sharded._local_tensor and self._source_writes == _writes(sharded)
 
 
 class _Unshard(torch.autograd.Function):
     """From a sharded parameter to the unsharded one, and back for its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, sharded: DTensor, param: UnshardedParam) -> torch.Tensor:
+    def forward(ctx: Any, grad_target: torch.Tensor, param: UnshardedParam) -> torch.Tensor:
         ctx.param = param
         ctx.set_materialize_grads(False)
-        return param.new_dtensor()
+        return param.new_tensor()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
@@ -151,7 +164,10 @@ class _Unshard(torch.autograd.Function):
 def install_unsharded_params(
     module: nn.Module, params: Mapping[str, UnshardedParam]
 ) -> list[RemovableHandle]:
-    """Makes a module use unsharded parameters, by name, whenever it runs."""
+    """Makes a module use unsharded parameters, by name, whenever it runs.
+
+    They are unsharded before all earlier hooks of the module, which may redistribute them.
+    """
 
     def before(module: nn.Module, _: Any) -> None:
         for name, param in params.items():
@@ -166,7 +182,7 @@ def install_unsharded_params(
                 param.after_forward()
 
     return [
-        module.register_forward_pre_hook(before),
+        module.register_forward_pre_hook(before, prepend=True),
         module.register_forward_hook(after, always_call=True),
     ]
 
@@ -200,6 +216,13 @@ def _same_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Non
     return guard
 
 
-def _versions(sharded: DTensor) -> tuple[int, int]:
+def _is_like(memory: torch.Tensor, gathered: torch.Tensor) -> bool:
+    """Whether memory is of a gathered parameter, which `model.to` may have changed since."""
+    return (memory.device, memory.dtype, memory.shape) == (
+        gathered.device, gathered.dtype, gathered.shape,
+    )  # fmt: skip
+
+
+def _writes(sharded: DTensor) -> tuple[int, int]:
     """Changes with every write, through the DTensor or to its local tensor."""
     return sharded._version, sharded._local_tensor._version

@@ -15,10 +15,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.lowering.ir import HookPoint, OpKind, Site
-from plan_api.runtime.gradients import GradientReduction
+from plan_api.runtime.gradients import GradientReduction, sharded_like
 from plan_api.runtime.hooks import SiteCoverage
 from plan_api.spec.axes import axis_names
 from plan_api.static.local_params import LocalParam
+from plan_api.static.unsharded_params import UnshardedLocalParam
 
 if TYPE_CHECKING:
     from fused_comm import GradReducer
@@ -47,6 +48,8 @@ class LocalParamGradients(GradientReduction):
     Args:
         model: the model, in static mode.
         local_params: the model's local parameters.
+        unsharded: the parameters with phases, by name.
+        reduces_at_end: see `GradientReduction`.
         placements: by parameter and axis, placements of gradients that differ from the
             parameter's, such as Partial.
         coverage: see `GradientReduction`.
@@ -59,6 +62,8 @@ class LocalParamGradients(GradientReduction):
         self,
         model: nn.Module,
         local_params: Sequence[LocalParam],
+        unsharded: Mapping[str, UnshardedLocalParam],
+        reduces_at_end: bool,
         placements: Mapping[str, Mapping[str, Placement]],
         coverage: SiteCoverage,
         bucket_mb: float | None,
@@ -67,16 +72,18 @@ class LocalParamGradients(GradientReduction):
         warns: bool,
     ) -> None:
         local_params = [one for one in local_params if one.name not in excluded]
-        self._needs_reduction = bool(placements)
+        self._needs_reduction = bool(placements) or bool(unsharded)
         self._dtensor_params = [
-            local_param for local_param in local_params if not local_param.visible
+            local_param
+            for local_param in local_params
+            if not local_param.visible and local_param.name not in unsharded
         ]
         self._local_gradients = [
-            _LocalGradient(local_param, placements.get(local_param.name, {}))
-            for local_param in local_params
-            if local_param.visible
+            _LocalGradient(one.name, unsharded.get(one.name, one), placements.get(one.name, {}))
+            for one in local_params
+            if one.visible or one.name in unsharded
         ]
-        super().__init__(model, False, coverage, bucket_mb, excluded, warns=warns)
+        super().__init__(model, reduces_at_end, coverage, bucket_mb, excluded, warns=warns)
 
     def reset(self, model: nn.Module) -> None:
         """Registers the hooks again, after parameters or their dtypes have been replaced."""
@@ -97,8 +104,7 @@ class LocalParamGradients(GradientReduction):
             one.name: (one.param, lambda grad: grad) for one in self._dtensor_params
         }
         for gradient in self._local_gradients:
-            local_param = gradient.local_param
-            found[local_param.name] = (local_param.tensor, gradient.as_dtensor)
+            found[gradient.name] = (gradient.source.tensor, gradient.as_dtensor)
         return found
 
     def _may_reduce(self) -> bool:
@@ -115,19 +121,26 @@ class LocalParamGradients(GradientReduction):
             after,
         )
         for gradient in self._local_gradients:
-            if reducer is None:  # all are assigned at the end, which costs less
-                gradient.local_param.call_on_gradient(self._queue_end_of_backward)
-            else:
-                gradient.local_param.call_on_gradient(partial(self._reduce, gradient, reducer))
+            if reducer is not None:
+                on_gradient = partial(self._reduce_in_bucket, gradient, reducer)
+            elif gradient.is_unsharded and not self._reduces_at_end:
+                on_gradient = partial(self._reduce_now, gradient)
+            else:  # all are assigned at the end, which costs less
+                on_gradient = self._queue_end_of_backward
+            gradient.source.call_on_gradient(on_gradient)
 
-    def _reduce(self, gradient: _LocalGradient, reducer: GradReducer) -> None:
-        reducer.accumulate(gradient.local_param.param, gradient.detach())
-        self._after_accumulate(gradient.local_param.param)
+    def _reduce_in_bucket(self, gradient: _LocalGradient, reducer: GradReducer) -> None:
+        reducer.accumulate(gradient.source.param, gradient.detach())
+        self._after_accumulate(gradient.source.param)
+
+    def _reduce_now(self, gradient: _LocalGradient) -> None:
+        gradient.assign()
+        self._after_accumulate(gradient.source.param)
 
     def _end_of_backward(self) -> None:
         if self._reducer is None:
             for gradient in self._local_gradients:
-                if gradient.local_param.tensor.grad is not None:
+                if gradient.source.tensor.grad is not None:
                     gradient.assign()
         if self._requires_sync:
             super()._end_of_backward()
@@ -141,27 +154,41 @@ class _LocalGradient:
     """The gradient of one local parameter, which becomes its parameter's, as a DTensor.
 
     Args:
-        local_param: the local parameter.
-        placements: by axis, the gradient's placements that differ from the parameter's.
+        name: the first name of the parameter.
+        source: the local parameter, or the unsharded parameter if it has phases.
+        placements: by axis, the gradient's placements that differ from the source's.
     """
 
-    def __init__(self, local_param: LocalParam, placements: Mapping[str, Placement]) -> None:
-        self.local_param = local_param
+    def __init__(
+        self,
+        name: str,
+        source: LocalParam | UnshardedLocalParam,
+        placements: Mapping[str, Placement],
+    ) -> None:
+        self.name, self.source = name, source
         self._placements = placements
         self._param: torch.Tensor | None = None
         self._spec: DTensorSpec | None = None
         self._assigned: Any = None  # the last DTensor; reused if nothing else refers to it
 
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the parameter has phases: the gradient is larger than the parameter."""
+        return isinstance(self.source, UnshardedLocalParam)
+
     def detach(self) -> DTensor:
-        """Removes the local parameter's gradient and returns it as a DTensor."""
-        tensor = self.local_param.tensor
+        """Removes the source's gradient and returns it as a DTensor, which may be Partial."""
+        tensor = self.source.tensor
         local, tensor.grad = tensor.grad, None
         assert local is not None
-        return self.as_dtensor(local)
+        grad = self.as_dtensor(local)
+        if self.is_unsharded:
+            return sharded_like(self.source.param.placements, grad)
+        return grad
 
     def as_dtensor(self, local: torch.Tensor) -> DTensor:
-        """Returns a gradient of the local parameter as a DTensor."""
-        param = self.local_param.param
+        """Returns a gradient of the source as a DTensor."""
+        param = self.source.param
         if param is not self._param:
             self._param, self._spec, self._assigned = param, self._make_spec(), None
         # DTensor() would call an __init__ that does nothing, and takes time.
@@ -174,10 +201,10 @@ class _LocalGradient:
 
     def assign(self) -> None:
         """Accumulates the local parameter's gradient in its parameter, as autograd would."""
-        tensor, param = self.local_param.tensor, self.local_param.param
+        tensor, param = self.source.tensor, self.source.param
         grad: Any = param.grad
         known: Any = self._param
-        if grad is None and param is known and self._is_unused():
+        if grad is None and param is known and self._is_unused() and not self.is_unsharded:
             self._assigned._local_tensor = tensor.grad
             tensor.grad = None
             param.grad = self._assigned
@@ -198,10 +225,10 @@ class _LocalGradient:
         return assigned is not None and getrefcount(assigned) == 3 and _use_count(assigned) == 1
 
     def _make_spec(self) -> DTensorSpec:
-        param = self.local_param.param
+        param = self.source.param
         mesh: DeviceMesh = param.device_mesh
         placements = tuple(
             self._placements.get(axis, placement)
-            for axis, placement in zip(axis_names(mesh), param.placements, strict=True)
+            for axis, placement in zip(axis_names(mesh), self.source.placements, strict=True)
         )
         return DTensorSpec(mesh, placements, tensor_meta=param._spec.tensor_meta)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plan_api.eager import install_eager
 from plan_api.lowering.ir import Lowered
-from plan_api.runtime.agreement import first_site_on_any_rank, true_on_any_rank
+from plan_api.runtime.agreement import first_site_on_any_rank, true_on_all_ranks, true_on_any_rank
 from plan_api.runtime.hooks import SiteCoverage
 from plan_api.static.comparison import Difference, StaticError, compare_modes
 from plan_api.static.coverage import CallCoverage
@@ -89,7 +89,8 @@ class Guard:
         model = self._model()
         assert model is not None
         try:
-            with _no_zero_params(self._local_params), self._fully_sharded.unsharded(model):
+            zeros = self._zero_params()
+            with _filled(zeros), self._fully_sharded.unsharded(model):
                 differences = self._compare_with_eager(model, args, kwargs)
         finally:
             self._remaining_steps, self._checking = remaining, False
@@ -106,6 +107,21 @@ class Guard:
         self._call_coverage.begin_call()  # the validated call itself follows
         return tuple(differences)
 
+    def _zero_params(self) -> list[torch.Tensor]:
+        """Returns the local tensors of parameters that are zero everywhere."""
+        tensors = [
+            local_param.tensor
+            for local_param in self._local_params
+            if isinstance(local_param.param, nn.Parameter)
+            and local_param.tensor.is_floating_point()
+            and not is_fake(local_param.tensor)
+        ]
+        are_zero = [not tensor.any() for tensor in tensors]
+        if tensors and any(schedule.has_phases for schedule in self._lowered.schedules.values()):
+            # All ranks gather a parameter again if it has changed, so it changes on all or none.
+            are_zero = true_on_all_ranks(are_zero, self._mesh)
+        return [tensor for tensor, is_zero in zip(tensors, are_zero, strict=True) if is_zero]
+
     def _compare_with_eager(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[Difference]:
@@ -118,7 +134,8 @@ class Guard:
 
         shadow = shadow_of(model, as_dtensor)
         sites, indices = self._lowered.sites, self._lowered.indices
-        handles = [*install_eager(shadow, sites, {}, indices, self._mesh, SiteCoverage([]))]
+        schedules = self._lowered.schedules
+        handles = [*install_eager(shadow, sites, schedules, indices, self._mesh, SiteCoverage([]))]
         local_params = {**self._gradients.by_name(), **self._fully_sharded.gradients(model)}
         try:
             return compare_modes(shadow, model, local_params, args, kwargs)
@@ -148,19 +165,11 @@ class Guard:
 
 
 @contextmanager
-def _no_zero_params(local_params: Iterable[LocalParam]) -> Iterator[None]:
-    """Fills parameters that are zero everywhere with another number inside of the block.
+def _filled(zeros: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Fills tensors that are zero with another number inside of the block.
 
     A gate that is zero hides what it multiplies, and a bias that is zero how often it is added.
     """
-    zeros = [
-        local_param.tensor
-        for local_param in local_params
-        if isinstance(local_param.param, nn.Parameter)
-        and local_param.tensor.is_floating_point()
-        and not is_fake(local_param.tensor)
-        and not local_param.tensor.any()
-    ]
     with torch.no_grad():
         for tensor in zeros:
             tensor.fill_(_NONZERO)

@@ -25,10 +25,11 @@ from plan_api.static.embeddings import static_sites
 from plan_api.static.fully_shard import FullyShardedParams
 from plan_api.static.gradients import LocalParamGradients, gradient_placements
 from plan_api.static.guard import Guard
-from plan_api.static.local_params import LocalParam, create_local_params
+from plan_api.static.local_params import GradientLeaf, LocalParam, create_local_params
 from plan_api.static.operators import install_operators
 from plan_api.static.optimizer import restore_interrupted_steps, step_on_local_params
 from plan_api.static.redistribute import SiteTypes, StaticRedistribution, static_transform
+from plan_api.static.unsharded_params import UnshardedLocalParam, install_unsharding
 
 __all__ = ["InstalledStatic", "install_static"]
 
@@ -41,13 +42,13 @@ class InstalledStatic:
         handles: of its hooks.
         gradients: what reduces its gradients.
         guard: what compares it with Eager.
-        local_params: what modules find in place of its parameters.
+        leaves: what receives the gradients of its parameters.
     """
 
     handles: tuple[RemovableHandle, ...]
     gradients: GradientReduction
     guard: Guard
-    local_params: tuple[LocalParam, ...]
+    leaves: tuple[GradientLeaf, ...]
 
 
 def install_static(
@@ -72,11 +73,11 @@ def install_static(
     """
     # Before all other hooks: those around calls of operators exclude fully_shard's own then.
     fully_sharded = FullyShardedParams(model, lowered, mesh, reduced_by_fsdp)
-    local_params = create_local_params(model, lowered.runs_on_dtensors, reduced_by_fsdp)
-    gradients = LocalParamGradients(
-        model, local_params, gradient_placements(lowered.sites), coverage, options.fused_mb,
-        reduced_by_fsdp, warns=options.warns,
-    )  # fmt: skip
+    schedules = lowered.schedules
+    with_phases = [name for name, schedule in schedules.items() if schedule.has_phases]
+    local_params = create_local_params(
+        model, lowered.runs_on_dtensors, reduced_by_fsdp, with_phases
+    )
     call_coverage = CallCoverage()
     handles: list[RemovableHandle] = []
     for path in lowered.eager:
@@ -88,15 +89,27 @@ def install_static(
     for path, indices in lowered.indices.items():
         if not lowered.runs_on_dtensors(path):
             handles += install_expert_indices(model.get_submodule(path), indices, mesh, path)
+    # After the hooks of sites, some of which redistribute unsharded parameters.
+    unsharding = install_unsharding(model, lowered)
+    unsharded = tuple(unsharding.params.values())
+    handles += unsharding.handles
+    reduces_at_end = any(schedule.reduces_at_end for schedule in schedules.values())
+    gradients = LocalParamGradients(
+        model, local_params, unsharding.params, reduces_at_end,
+        gradient_placements(lowered.sites), coverage, options.fused_mb, reduced_by_fsdp,
+        warns=options.warns,
+    )  # fmt: skip
     step_on_local_params(local_params)
     guard = Guard(
         model, lowered, mesh, local_params, gradients, fully_sharded, call_coverage,
         options.guard_steps,
     )  # fmt: skip
     # Prepended after the guard's hook, so that it runs before it.
-    begin = _begin_call(local_params, gradients, call_coverage)
+    begin = _begin_call(local_params, unsharded, gradients, call_coverage)
     handles.append(model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
-    return InstalledStatic((*handles, *guard.handles), gradients, guard, tuple(local_params))
+    return InstalledStatic(
+        (*handles, *guard.handles), gradients, guard, (*local_params, *unsharded)
+    )
 
 
 def _install_site(
@@ -161,6 +174,7 @@ def _redistribute_params(
 
 def _begin_call(
     local_params: Sequence[LocalParam],
+    unsharded: Sequence[UnshardedLocalParam],
     gradients: LocalParamGradients,
     call_coverage: CallCoverage,
 ) -> Any:
@@ -169,6 +183,8 @@ def _begin_call(
         call_coverage.begin_call()
         gradients.free_unused()
         renewed = [local_param.refresh() for local_param in local_params]
+        for one in unsharded:
+            one.refresh()
         if any(renewed):
             step_on_local_params(local_params)
             gradients.reset(model)

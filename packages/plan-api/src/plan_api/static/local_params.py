@@ -5,8 +5,9 @@ tensor, and receives autograd's gradients. It is an attribute in the ``__dict__`
 which Python looks up before `nn.Module.__getattr__`. The parameters themselves stay DTensors where
 optimizers and checkpoints look: in `named_parameters` and `state_dict`.
 
-fully_shard itself replaces its parameters by plain tensors while modules run, so the local
-parameter of such a DTensor is for optimizers only.
+fully_shard itself replaces its parameters by plain tensors while modules run, and a parameter with
+phases is unsharded then (`plan_api.static.unsharded_params`), so the local parameter of such a
+DTensor is for optimizers only.
 """
 
 from __future__ import annotations
@@ -18,14 +19,49 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.model_names import named_state
 
-__all__ = ["LocalParam", "create_local_params"]
+__all__ = ["GradientLeaf", "LocalParam", "create_local_params"]
 
 
-class LocalParam:
+class GradientLeaf:
+    """Has a leaf tensor in which autograd accumulates the gradient of one parameter.
+
+    Attributes:
+        tensor: the leaf.
+    """
+
+    tensor: torch.Tensor
+    _on_gradient: Callable[[], None] | None = None
+    _handle: RemovableHandle | None = None
+
+    def call_on_gradient(self, function: Callable[[], None]) -> None:
+        """Calls a function each time backward has accumulated a gradient in the leaf."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._on_gradient = function
+        if not self.tensor.requires_grad:
+            return
+        # Autograd holds hooks where the garbage collector does not look: they must not hold self.
+        reference = weakref.ref(self)
+
+        def hook(_: torch.Tensor) -> None:
+            if (alive := reference()) is not None and alive._on_gradient is not None:
+                alive._on_gradient()
+
+        self._handle = self.tensor.register_post_accumulate_grad_hook(hook)
+
+    def remove(self) -> None:
+        """Removes the gradient hook."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._on_gradient = None
+
+
+class LocalParam(GradientLeaf):
     """The local parameter of one parameter, or of a sharded buffer.
 
     Args:
@@ -41,7 +77,6 @@ class LocalParam:
     """
 
     param: Any
-    tensor: torch.Tensor
 
     def __init__(self, name: str, users: list[tuple[nn.Module, str]], visible: bool = True) -> None:
         self.name, self.visible = name, visible
@@ -49,8 +84,6 @@ class LocalParam:
         self._users = [(weakref.ref(module), attribute) for module, attribute in users]
         self._source: torch.Tensor | None = None
         self._required_grad = False  # ever
-        self._on_gradient: Callable[[], None] | None = None
-        self._handle: RemovableHandle | None = None
         self.refresh()
 
     def refresh(self) -> bool:
@@ -91,6 +124,12 @@ class LocalParam:
         return renewed
 
     @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placements with which modules compute."""
+        found: tuple[Placement, ...] = self.param.placements
+        return found
+
+    @property
     def is_current(self) -> bool:
         """Whether the local parameter shares the memory that its parameter has now."""
         return self._source is self.param._local_tensor
@@ -108,28 +147,10 @@ class LocalParam:
         for module, attribute in self._alive_users():
             module.__dict__.pop(attribute, None)
 
-    def call_on_gradient(self, function: Callable[[], None]) -> None:
-        """Calls a function each time backward has accumulated a gradient in the local parameter."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._on_gradient = function
-        if not self.tensor.requires_grad:
-            return
-        # Autograd holds hooks where the garbage collector does not look: they must not hold self.
-        reference = weakref.ref(self)
-
-        def hook(_: torch.Tensor) -> None:
-            if (alive := reference()) is not None and alive._on_gradient is not None:
-                alive._on_gradient()
-
-        self._handle = self.tensor.register_post_accumulate_grad_hook(hook)
-
     def remove(self) -> None:
         """Lets modules find the parameter, and removes the gradient hook."""
         self.hide()
-        if self._handle is not None:
-            self._handle.remove()
-        self._on_gradient = None
+        super().remove()
 
     def _alive_users(self) -> Iterator[tuple[nn.Module, str]]:
         for reference, attribute in self._users:
@@ -138,19 +159,24 @@ class LocalParam:
 
 
 def create_local_params(
-    model: nn.Module, stays: Callable[[str], bool], fully_sharded: Collection[str]
+    model: nn.Module,
+    stays: Callable[[str], bool],
+    fully_sharded: Collection[str],
+    with_phases: Collection[str] = (),
 ) -> list[LocalParam]:
     """Creates local parameters for all parameters and sharded buffers of a model.
 
-    Modules find them from then on, except for those that fully_shard replaces itself. Replicated
-    buffers become plain tensors, which modules may replace while they run.
+    Modules find them from then on, except for those that are unsharded while modules run.
+    Replicated buffers become plain tensors, which modules may replace while they run.
 
     Args:
         model: its parameters and buffers are DTensors.
         stays: whether modules keep finding the DTensor of this name (an eager fallback).
         fully_sharded: the first names of the parameters that fully_shard manages. It replaces those
             of eager fallbacks by DTensors, and they have no local parameter.
+        with_phases: the first names of the parameters that hooks of the plan unshard.
     """
+    unsharded = {*fully_sharded, *with_phases}
     users: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
     for name, tensor in list(named_state(model)):
         path, _, attribute = name.rpartition(".")
@@ -162,7 +188,7 @@ def create_local_params(
         elif isinstance(tensor, DTensor):
             users.setdefault(id(tensor), (name, []))[1].append((module, attribute))
     return [
-        LocalParam(name, modules, not stays(name) and name not in fully_sharded)
+        LocalParam(name, modules, not stays(name) and name not in unsharded)
         for name, modules in users.values()
         if not (stays(name) and name in fully_sharded)
     ]

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
+from plan_api.lowering.fully_shard import entry_for, is_sharded_by_plan
 from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site
 from plan_api.lowering.model_names import named_state
 from plan_api.static.comparison import StaticError
@@ -35,7 +36,7 @@ def validate_static(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> Non
             sharded and its output is not reduced. The message lists all of them.
     """
     problems = [
-        *unsupported_options(lowered),
+        *unsupported_options(lowered, mesh),
         *check_boundaries(lowered.eager, lowered.sites, mesh),
         *_tied_across_fallbacks(model, lowered.runs_on_dtensors),
     ]
@@ -53,22 +54,29 @@ def validate_static(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> Non
         raise StaticError(f"the plan does not fit static mode:\n{lines}", problems[0].site)
 
 
-def unsupported_options(lowered: Lowered) -> Iterator[StaticError]:
+def unsupported_options(lowered: Lowered, mesh: DeviceMesh) -> Iterator[StaticError]:
     """Finds the options of a plan that have no effect in static mode, whatever else it says.
 
     Args:
         lowered: the plan, lowered for a model.
+        mesh: the plan's mesh.
 
     Yields:
-        an error for each parameter with phases, context parallel site, and module that shards the
-        tensors it creates; each names the entry's line and the remedy.
+        an error for each parameter with phases that fully_shard manages, context parallel site, and
+        module that shards the tensors it creates; each names the entry's line and the remedy.
     """
     for name, schedule in lowered.schedules.items():
-        if schedule.has_phases:
+        entry = entry_for(name, lowered.fully_sharded)
+        if (
+            schedule.has_phases
+            and entry is not None
+            and not is_sharded_by_plan(name, entry, lowered.schedules, mesh)
+        ):
             lines = ", ".join(dict.fromkeys(_lines_of(lowered, schedule.entries)))
             yield StaticError(
                 f"{lines}{': ' if lines else ''}{name}: expected the same placements in every "
-                f"phase, as static mode has no phases; use mode='eager'",
+                f"phase, as in static mode {entry} unshards it; leave one of them out, or use "
+                f"mode='eager'",
                 name,
             )
     for site in lowered.sites:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves
 
-from plan_api.api import installed
+from plan_api.api import Installed, installed
 from plan_api.inspect.typecheck.types import PlanTypes, TypedOperators
 from plan_api.lowering.lower import lower
 from plan_api.ops.expert_dispatch import AUTOGRAD_FUNCTIONS
@@ -25,6 +25,7 @@ from plan_api.static.comparison import StaticError, preserved_state
 from plan_api.static.generation.entries import split_fully_shard
 from plan_api.static.generation.example_step import ExampleStep
 from plan_api.static.gradients import gradient_placements
+from plan_api.static.local_params import LocalParam
 
 __all__ = ["typecheck"]
 
@@ -124,7 +125,7 @@ def _type_state(model: nn.Module, types: PlanTypes) -> None:
     """Types what modules have instead of their parameters and buffers."""
     parts = installed(model)
     gradients = gradient_placements(parts.lowered.sites)
-    for one in parts._local_params:
+    for one in _local_params(parts):
         placements = zip(axis_names(one.param.device_mesh), one.param.placements, strict=True)
         of_gradient = gradients.get(one.name, {})
         types.names[id(one.tensor)] = one.name
@@ -136,6 +137,22 @@ def _type_state(model: nn.Module, types: PlanTypes) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor):
                 module._buffers[name] = types.assign(buffer.view_as(buffer), {})
+
+
+def _local_params(parts: Installed) -> list[LocalParam]:
+    """Returns what modules have instead of their parameters.
+
+    Raises:
+        ValueError: a parameter has phases, so modules get a new tensor at each use.
+    """
+    found = [leaf for leaf in parts._leaves if isinstance(leaf, LocalParam)]
+    if len(found) < len(parts._leaves):
+        raise ValueError(
+            "typecheck: expected parameters without phases, got some that are unsharded while "
+            "their module runs; check the plan without init= and at_rest entries, as the types of "
+            "what modules compute are the same"
+        )
+    return found
 
 
 def _check_outputs(outputs: Any, types: PlanTypes) -> None:
