@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -299,7 +300,7 @@ class TypedOperators(TorchFunctionMode):
 
 
 class _TypedRedistribution:
-    settled = None  # part of the protocol of hooks; nothing is a DTensor
+    settled: DTensorSpec | None = None  # part of the protocol of hooks; here nothing is a DTensor
 
     def __init__(self, types: PlanTypes, site: Site, transform: StaticRedistribution) -> None:
         self._types, self._transform = types, transform
@@ -329,7 +330,7 @@ class _TypedRedistribution:
 
 
 class _TypedAnnotation:
-    settled = None
+    settled: DTensorSpec | None = None
 
     def __init__(self, types: PlanTypes, site: Site, step: SiteStep) -> None:
         self._types = types
