@@ -132,7 +132,7 @@ def _differing(tree):
     return different + ([] if wanted == found else ["the losses"])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_TREES)
 def test_tree_of_modules_trains_as_without_sharding(tree):
     assert run_ranks(_differing, 2, tree) == [[], []]

@@ -76,8 +76,8 @@ def test_losses_have_the_bits_of_fsdp(names, param_dtype):
         ("ddp", accumulates),
         ("zero1", accumulates),
         ("zero2", lambda model, last: None),
-        ("zero3", lambda model, last: None),
-        ("hsdp", accumulates_shards),
+        pytest.param("zero3", lambda model, last: None, marks=pytest.mark.slow),
+        pytest.param("hsdp", accumulates_shards, marks=pytest.mark.slow),
         ("hfsdp", accumulates_shards),
     ],
 )

@@ -72,9 +72,9 @@ DEFAULT = {
     # Its gathers have no collective that orders the copy before them.
     "one rank": ({}, {}, 1),
     "ZeRO-2": ({"placements": "zero2"}, {"clip": 0.1}),
-    "HFSDP": ({"mesh": (2, 2), "placements": "hfsdp"}, {}, 4),
 }
 SLOW = {
+    "HFSDP": ({"mesh": (2, 2), "placements": "hfsdp"}, {}, 4),
     "unsharded memory stays": (
         {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
         {"prepare": stays_unsharded},

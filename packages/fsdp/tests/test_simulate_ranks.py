@@ -56,6 +56,7 @@ CASES = {
 }  # fmt: skip
 SLOW = (
     "4 ranks",
+    "HSDP of 2 x 2",
     "never resharded",
     "gathered from 2 of 4 in backward",
     "Mixtral, experts stacked",

@@ -144,8 +144,11 @@ def _load_in(path, system):
 @pytest.mark.parametrize(
     "writer",
     [
-        *("fsdp on 2", "FSDP2 on 2"),
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("fsdp on 4", "one process")),
+        "fsdp on 2",
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("FSDP2 on 2", "fsdp on 4", "one process")
+        ),
     ],
 )
 def test_checkpoints_are_exchanged_both_ways_with_fsdp2_and_other_ranks(tmp_path, writer):
