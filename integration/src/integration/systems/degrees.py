@@ -124,8 +124,3 @@ class Degrees:
                 f"--zero3: expected --ep 1, as it shards experts too, got --ep {self.ep};"
                 " leave one out"
             )
-        if self.static and self.zero3:
-            raise UsageError(
-                "--static: expected no --zero3, as static mode has no phases; leave --zero3 out,"
-                " which shards parameters by fully_shard, or --static"
-            )

@@ -105,9 +105,9 @@ def test_it_is_restored_when_nobody_has_replaced_it_since():
     uninstall_patches()
     assert F.scaled_dot_product_attention is native
     install_patches(())
-    ours = F.scaled_dot_product_attention
-    assert ours is not native
-    F.scaled_dot_product_attention = theirs = lambda *args, **kwargs: ours(*args, **kwargs)
+    replaced = F.scaled_dot_product_attention
+    assert replaced is not native
+    F.scaled_dot_product_attention = later = lambda *args, **kwargs: replaced(*args, **kwargs)
     uninstall_patches()
-    assert F.scaled_dot_product_attention is theirs
+    assert F.scaled_dot_product_attention is later
     F.scaled_dot_product_attention = native

@@ -18,8 +18,7 @@ from plan_api.lowering.ir import HookPoint, OpKind, Site
 from plan_api.runtime.gradients import GradientReduction, sharded_like
 from plan_api.runtime.hooks import SiteCoverage
 from plan_api.spec.axes import axis_names
-from plan_api.static.local_params import LocalParam
-from plan_api.static.unsharded_params import UnshardedLocalParam
+from plan_api.static.local_params import LocalParam, UnshardedLocalParam
 
 if TYPE_CHECKING:
     from fused_comm import GradReducer

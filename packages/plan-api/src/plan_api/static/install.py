@@ -25,11 +25,16 @@ from plan_api.static.embeddings import static_sites
 from plan_api.static.fully_shard import FullyShardedParams
 from plan_api.static.gradients import LocalParamGradients, gradient_placements
 from plan_api.static.guard import Guard
-from plan_api.static.local_params import GradientLeaf, LocalParam, create_local_params
+from plan_api.static.local_params import (
+    GradientLeaf,
+    LocalParam,
+    UnshardedLocalParam,
+    create_local_params,
+    install_unsharding,
+)
 from plan_api.static.operators import install_operators
 from plan_api.static.optimizer import restore_interrupted_steps, step_on_local_params
 from plan_api.static.redistribute import SiteTypes, StaticRedistribution, static_transform
-from plan_api.static.unsharded_params import UnshardedLocalParam, install_unsharding
 
 __all__ = ["InstalledStatic", "install_static"]
 

@@ -6,14 +6,16 @@ which Python looks up before `nn.Module.__getattr__`. The parameters themselves 
 optimizers and checkpoints look: in `named_parameters` and `state_dict`.
 
 fully_shard itself replaces its parameters by plain tensors while modules run, and a parameter with
-phases is unsharded then (`plan_api.static.unsharded_params`), so the local parameter of such a
-DTensor is for optimizers only.
+phases is unsharded then, so the local parameter of such a DTensor is for optimizers only. The
+gradient has the shape of the unsharded local tensor, so autograd accumulates it in a leaf of that
+shape, from which `plan_api.static.gradients` moves it to the parameter.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +24,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
+from plan_api.lowering.ir import Lowered, Schedule
 from plan_api.lowering.model_names import named_state
+from plan_api.runtime.local_shards import local_shape
+from plan_api.runtime.state import use_unsharded_params
+from plan_api.runtime.unsharded_param import UnshardedParam
 
-__all__ = ["GradientLeaf", "LocalParam", "create_local_params"]
+__all__ = [
+    "GradientLeaf", "InstalledUnsharding", "LocalParam", "UnshardedLocalParam",
+    "create_local_params", "install_unsharding",
+]  # fmt: skip
 
 
 class GradientLeaf:
@@ -158,6 +167,65 @@ class LocalParam(GradientLeaf):
                 yield module, attribute
 
 
+class UnshardedLocalParam(UnshardedParam, GradientLeaf):
+    """The unsharded parameter of one sharded parameter, as a plain tensor.
+
+    Args:
+        owner: a module that has the parameter.
+        name: its name there.
+        schedule: see `UnshardedParam`.
+
+    Attributes:
+        placements: with which modules compute.
+    """
+
+    def __init__(self, owner: nn.Module, name: str, schedule: Schedule) -> None:
+        super().__init__(owner, name, schedule)
+        self.placements = schedule.run
+        hollow = torch.empty(self.param.shape, device="meta")
+        self._shape = local_shape(hollow, self.param.device_mesh, schedule.run)
+        self.refresh()
+
+    @property
+    def param(self) -> DTensor:
+        """The sharded parameter."""
+        return self._sharded_param
+
+    @property
+    def grad_target(self) -> torch.Tensor:
+        """The leaf in which autograd accumulates the gradient."""
+        return self.tensor
+
+    def new_tensor(self) -> torch.Tensor:
+        """Returns what modules use: a new plain tensor on the memory."""
+        assert self._local is not None
+        return self._local.detach()
+
+    def refresh(self) -> None:
+        """Renews the leaf if the sharded parameter has another device or dtype than before."""
+        local, leaf = self.param._local_tensor, getattr(self, "tensor", None)
+        if leaf is None or (leaf.device, leaf.dtype) != (local.device, local.dtype):
+            # One element for all: it is never read.
+            self.tensor = local.detach().new_empty(()).expand(self._shape)
+            self._handle = None
+        self.tensor.requires_grad_(self.param.requires_grad)
+        if self._handle is None and self._on_gradient is not None:
+            self.call_on_gradient(self._on_gradient)
+
+
+@dataclass(frozen=True)
+class InstalledUnsharding:
+    """The parameters with phases of a model.
+
+    Attributes:
+        params: those that are plain tensors while modules run, by their first names.
+        handles: of the hooks that unshard parameters.
+    """
+
+    params: dict[str, UnshardedLocalParam]
+    handles: tuple[RemovableHandle, ...]
+
+
 def create_local_params(
     model: nn.Module,
     stays: Callable[[str], bool],
@@ -192,6 +260,27 @@ def create_local_params(
         for name, modules in users.values()
         if not (stays(name) and name in fully_sharded)
     ]
+
+
+def install_unsharding(model: nn.Module, lowered: Lowered) -> InstalledUnsharding:
+    """Makes modules use unsharded parameters, as plain tensors; DTensors in eager fallbacks.
+
+    Args:
+        model: its parameters are DTensors; other hooks, which use them, are installed.
+        lowered: the plan, lowered for this model.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    params: dict[str, UnshardedLocalParam] = {}
+
+    def make(owner: nn.Module, name: str, schedule: Schedule) -> UnshardedParam:
+        first_name = names[id(owner._parameters[name])]
+        if lowered.runs_on_dtensors(first_name):
+            return UnshardedParam(owner, name, schedule)
+        params[first_name] = UnshardedLocalParam(owner, name, schedule)
+        return params[first_name]
+
+    handles = use_unsharded_params(model, lowered.schedules, make)
+    return InstalledUnsharding(params, tuple(handles))
 
 
 def _registry(module: nn.Module, attribute: str) -> Any:

@@ -21,7 +21,7 @@ from plan_api import (
     parallelize,
     zoo,
 )
-from plan_api.static.unsharded_params import UnshardedLocalParam
+from plan_api.static.local_params import UnshardedLocalParam
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
 from testkit.inspection.dtensor_operators import DTensorOperators
 from testkit.models import TwoLinears
