@@ -119,6 +119,7 @@ class LocalParamGradients(GradientReduction):
             ),
             after,
         )
+        on_gradient: Callable[[], None]
         for gradient in self._local_gradients:
             if reducer is not None:
                 on_gradient = partial(self._reduce_in_bucket, gradient, reducer)
