@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp import FSDPModule
 from plan_api import (
     Plan,
     StaticError,
@@ -76,7 +77,9 @@ SLOW = tuple(name for name in CASES if name not in FAST)
 
 
 def _microbatch(model, last):
-    model.set_requires_gradient_sync(last)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last)
     return nullcontext()
 
 

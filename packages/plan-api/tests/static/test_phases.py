@@ -88,49 +88,67 @@ TP_CASES = {
 }
 
 
+FAST = ("llama, tied, ZeRO-3", "gpt2, ZeRO-2")
+MORE = tuple(name for name in TP_CASES if name not in FAST)
+
+
 @pytest.mark.ranks
 @needs_flattening
-def test_zero_beside_tensor_and_sequence_parallelism_trains_bit_for_bit_as_eager():
+@pytest.mark.parametrize(
+    "names", [FAST, pytest.param(MORE, marks=pytest.mark.slow)], ids=["fast", "more"]
+)
+def test_zero_beside_tensor_and_sequence_parallelism_trains_bit_for_bit_as_eager(names):
     """With dropout, clipping and AdamW; the first step is compared with Eager by the guard, too."""
 
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         return {
             name: _both_modes(make, plan(mesh), guard_steps=None)
-            for name, (make, plan) in TP_CASES.items()
+            for name, (make, plan) in ((name, TP_CASES[name]) for name in names)
         }
 
     for found in run_ranks(check, 4, timeout=580):
         _assert_equal(found)
 
 
+def _tied():
+    return deferred_init(llama, tie_word_embeddings=True)
+
+
+def _no_sync(model, last):
+    return nullcontext() if last else installed(model).gradients.no_sync()
+
+
+MICROBATCHES = {"microbatches": 2, "microbatch": _no_sync}
+WAYS = {  # of a model, and options of training
+    "buckets of fused-comm": (llama, {"guard_steps": None}),
+    "microbatches": (llama, MICROBATCHES),
+}
+MORE_WAYS = {
+    "one by one": (llama, {"guard_steps": None, "use": ()}),
+    "one by one, microbatches": (llama, MICROBATCHES | {"use": ()}),
+    "added up": (llama, {"microbatches": 2}),
+    "deferred and tied": (_tied, {"guard_steps": None}),
+}
+
+
 @pytest.mark.ranks
-def test_zero_1_to_3_train_bit_for_bit_as_eager_with_the_same_collectives():
-    """With buckets of fused-comm and without; with microbatches; of a deferred, tied model."""
-
-    def no_sync(model, last):
-        return nullcontext() if last else installed(model).gradients.no_sync()
-
+@pytest.mark.parametrize(
+    "ways", [WAYS, pytest.param(MORE_WAYS, marks=pytest.mark.slow)], ids=["fast", "more"]
+)
+def test_zero_1_to_3_train_bit_for_bit_as_eager_with_the_same_collectives(ways):
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        found = {}
-        for way in ZERO:
-            plan = partial(_zoo, mesh, zoo.llama, way)
-            for use in (None, ()):
-                found[way, use] = _both_modes(llama, plan(), guard_steps=None, use=use)
-                microbatches = {"microbatches": 2, "microbatch": no_sync}
-                found[way, use, "microbatches"] = _both_modes(
-                    llama, plan(), use=use, **microbatches
-                )
-            found[way, "added up"] = _both_modes(llama, plan(), microbatches=2)
-            found[way, "deferred"] = _both_modes(
-                partial(deferred_init, llama, tie_word_embeddings=True), plan(), guard_steps=None
-            )
-        return found
+        return {
+            (zero, name): _both_modes(make, _zoo(mesh, zoo.llama, zero), **options)
+            for zero in ZERO
+            for name, (make, options) in ways.items()
+        }
 
     for found in run_ranks(check, 2, timeout=580):
         _assert_equal(found)
-        assert len({tuple(found[way, None][1]) for way in ZERO}) == 1
+        for name in ways:
+            assert len({tuple(found[zero, name][1]) for zero in ZERO}) == 1
 
 
 class Frozen(TwoLinears):
