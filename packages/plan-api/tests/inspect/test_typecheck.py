@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from plan_api import Plan, StaticError, generate_static, typecheck, zoo
+from plan_api import Phase, Plan, StaticError, generate_static, typecheck, zoo
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
 from testkit.models import TwoLinears
 
@@ -218,9 +218,16 @@ def _own_mean(mesh):
     typecheck(plan, Averaging(), (torch.randn(4, 4),))
 
 
+def _phases(mesh):
+    plan = zoo.llama(mesh, dp="dp").shard(r".*\.weight", S0, "dp", Phase.OPTIM)
+    with pytest.raises(ValueError, match="expected parameters without phases, got"):
+        typecheck(plan, models.llama(num_hidden_layers=1), tokens())
+
+
 UNCHECKED = {
     "`zoo.llama(cp=...)`": _context_parallel,
     "`Plan.eager`": _on_dtensors,
+    "phases (ZeRO)": _phases,
     "another dim of one size": _another_dim,
     "a mean in the model's own code": _own_mean,
 }

@@ -149,7 +149,7 @@ def _local_params(parts: Installed) -> list[LocalParam]:
     if len(found) < len(parts._leaves):
         raise ValueError(
             "typecheck: expected parameters without phases, got some that are unsharded while "
-            "their module runs; check the plan without init= and at_rest entries, as the types of "
+            "their module runs; check the plan without entries that name a phase, as the types of "
             "what modules compute are the same"
         )
     return found
