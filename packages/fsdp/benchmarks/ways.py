@@ -111,27 +111,26 @@ def _floor(model):
     ]
     sizes = [-(-sum(p.numel() for p in part.parameters()) // world) for part in parts]
     shards = [torch.zeros(size, device=device, requires_grad=True) for size in sizes]
+    # Memory that is there, as to allocate it takes about as long as to fill it.
+    wholes = [torch.zeros(world * size, device=device) for size in sizes]
+    grads = [torch.zeros(size, device=device) for size in sizes]
     optimizer = torch.optim.AdamW(shards, lr=1e-3)
 
-    def gather(shards):
-        for shard in shards:
-            whole = torch.empty(world * shard.numel(), device=device)
+    def gather(count):
+        for shard, whole in zip(shards[:count], wholes, strict=False):
             dist.all_gather_into_tensor(whole, shard.detach())
 
     def backward(loss):
         loss.backward()
         model.zero_grad()
-        gather(shards[:-1])  # the root's parameters are kept
-        for shard in shards:
-            shard.grad = torch.empty_like(shard)
-            dist.reduce_scatter_tensor(
-                shard.grad, torch.zeros(world * shard.numel(), device=device)
-            )
+        gather(len(shards) - 1)  # the root's parameters are kept
+        for shard, whole, grad in zip(shards, wholes, grads, strict=True):
+            dist.reduce_scatter_tensor(grad, whole)
+            shard.grad = grad
 
     def update():
         optimizer.step()
-        optimizer.zero_grad()
-        gather(shards)
+        gather(len(shards))
 
     return Training(model, backward, update)
 
