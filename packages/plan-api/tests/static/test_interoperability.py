@@ -171,6 +171,8 @@ def test_activation_checkpointing_is_bitwise_equal(shape, data_parallel):
         "reentrant": _reentrant,
         "selective": _save_products_of_blocks,
     }
+    if data_parallel is _zero_3:  # parameters are gathered again where its storage is read
+        del policies["selective"]
 
     def check():
         mesh = _mesh(shape)
