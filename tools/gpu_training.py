@@ -41,9 +41,9 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 # By name, the largest accepted difference of losses; 8-bit moments, Muon and bf16 are shown only.
 TOLERANCE = 1e-3
-BATCH = 8
 NOT_COMPARED = ("fsdp, 8-bit Adam", "fsdp, Muon", "fsdp, bf16")
 CPU, SINGLE = "the CPU", "one device"
+BATCH = 8  # sequences of all ranks in a step
 
 
 def jobs(device: str, ranks: int, steps: int, model: str, folder: Path) -> dict[str, TrainingJob]:

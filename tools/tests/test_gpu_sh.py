@@ -5,7 +5,7 @@ import time
 
 import psutil
 
-from tools.gpu_checks import _end
+from tools.gpu_checks import CUDA_TESTS, _end
 from tools.workspace import ROOT
 
 STARTS_ANOTHER = """
@@ -37,3 +37,13 @@ def test_a_part_that_takes_too_long_leaves_no_process(tmp_path):
     _end(part)
     assert part.poll() is not None
     assert psutil.wait_procs([other], timeout=60)[1] == []
+
+
+def test_all_files_with_cuda_tests_are_run():
+    marked = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.glob("packages/*/tests/**/*.py")
+        if "mark.cuda" in path.read_text()
+    }
+    assert marked
+    assert marked <= {*CUDA_TESTS}

@@ -80,15 +80,20 @@ def test_a_mask_is_sharded_as_the_query(mesh, shape, placements):
 
 
 def test_results_have_the_strides_of_one_device(mesh):
-    """A view of them is possible where it is on one device, and copies where it copies there."""
-    given = inputs(mesh, [Shard(0), Shard(1)])
+    """A view of them is possible where it is on one device; models transpose heads and sequence."""
+    torch.manual_seed(0)
+    whole = [torch.randn(4, 6, 4, 8) for _ in range(3)]
+    given = [
+        distribute_tensor(x, mesh, [Shard(0), Shard(2)], src_data_rank=None).transpose(1, 2)
+        for x in whole
+    ]
     mask = distribute_tensor(torch.zeros(6, 6), mesh, [Replicate()] * 2, src_data_rank=None)
     result = F.scaled_dot_product_attention(*given, attn_mask=mask)
-    one = [torch.randn(SHAPE) for _ in range(3)]
-    assert (
-        result.stride()
-        == F.scaled_dot_product_attention(*one, attn_mask=torch.zeros(6, 6)).stride()
+    one = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in whole), attn_mask=torch.zeros(6, 6)
     )
+    assert not one.is_contiguous()
+    assert result.stride() == one.stride()
 
 
 def test_a_mask_of_other_placements_is_an_error_with_a_remedy(mesh):
@@ -100,14 +105,28 @@ def test_a_mask_of_other_placements_is_an_error_with_a_remedy(mesh):
         )
 
 
-def test_it_is_restored_when_nobody_has_replaced_it_since():
+def test_groups_that_the_ranks_do_not_divide_are_not_computed_apart(mesh):
+    """Of 4 ranks two would have a head without its keys and values: torch refuses it."""
+    torch.manual_seed(0)
+    query, key, value = (
+        distribute_tensor(torch.randn(4, heads, 6, 8), mesh, [Shard(1)] * 2, src_data_rank=None)
+        for heads in (4, 2, 2)
+    )
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        pytest.raises(RuntimeError, match=r"is invalid for input|got mixed torch|being sharded"),
+    ):
+        F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def test_it_is_restored_when_nobody_has_replaced_it_since(monkeypatch):
     native = torch._C._nn.scaled_dot_product_attention
     uninstall_patches()
     assert F.scaled_dot_product_attention is native
+    monkeypatch.setattr(F, "scaled_dot_product_attention", native)  # again, whatever happens
     install_patches(())
     replaced = F.scaled_dot_product_attention
     assert replaced is not native
     F.scaled_dot_product_attention = later = lambda *args, **kwargs: replaced(*args, **kwargs)
     uninstall_patches()
     assert F.scaled_dot_product_attention is later
-    F.scaled_dot_product_attention = native

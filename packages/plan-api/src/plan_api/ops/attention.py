@@ -153,7 +153,7 @@ def _with_placements_of(query: DTensor, out: torch.Tensor) -> DTensor:
     """Returns the DTensor of the local results, whose elements are in the order of the local."""
     shape = torch.Size((*query.shape[:-1], out.shape[-1]))
     strides, stride = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=out.stride, reverse=False):
+    for dim in sorted(range(len(shape)), key=out.stride):
         strides[dim], stride = stride, stride * shape[dim]
     return DTensor.from_local(
         out, query.device_mesh, query.placements, run_check=False, shape=shape,

@@ -58,10 +58,8 @@ def _hash(lines: Sequence[str]) -> int:
 
 def true_on_any_rank(flag: bool, mesh: DeviceMesh) -> bool:
     """Whether a flag is true on any rank of a mesh; all of its ranks have to call."""
-    total = torch.tensor(int(flag), device=mesh.device_type)
-    for axis in range(mesh.ndim):
-        dist.all_reduce(total, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    return bool(total.item())
+    [on_none] = true_on_all_ranks([not flag], mesh)
+    return not on_none
 
 
 def true_on_all_ranks(flags: Sequence[bool], mesh: DeviceMesh) -> list[bool]:

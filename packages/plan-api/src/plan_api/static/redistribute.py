@@ -49,7 +49,7 @@ class AxisPlacements(NamedTuple):
 
 
 class SiteTypes(Protocol):
-    """What checks the types of tensors where a plan places them; see `plan_api.static.types`."""
+    """What checks types where a plan places tensors; see `plan_api.inspect.typecheck.types`."""
 
     def redistributed(
         self, site: Site, step: SiteStep, transform: StaticRedistribution
