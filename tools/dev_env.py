@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,14 @@ def install(env: Path, *what: str | Path) -> None:
     run(env / "bin/python", "-m", "pip", "install", *flags, *what)
 
 
-def compile_all(env: Path) -> None:
-    """Bytecode on all cores, a minute less than pip's; a file for a newer Python may fail."""
-    command = [str(env / "bin/python"), "-m", "compileall", "-qq", "-j", "0", str(env / "lib")]
-    subprocess.run(command, cwd=ROOT, check=False)
+def compile_torch(env: Path) -> None:
+    """Bytecode of what every process imports, on all cores; Python compiles the rest when imported.
+
+    All of the environment would take a minute: it has four times as much that is never imported.
+    """
+    (torch,) = env.glob("lib/python*/site-packages/torch")
+    command = [str(env / "bin/python"), "-m", "compileall", "-qq", "-j", "0", str(torch)]
+    subprocess.run(command, cwd=ROOT, check=False)  # a file for a newer Python may fail
 
 
 def synchronise(env: Path) -> list[str]:
@@ -87,16 +92,20 @@ def synchronise(env: Path) -> list[str]:
     folders = [project.folder for project in changed]
     if renewed:
         install(env, "--no-compile", *groups("build"))  # a build without isolation needs them
-        if created:  # by way of sdists, whose wheels `nox -s wheels` tries afterwards
-            published = {project.name for project in packages()}
-            folders = [
-                unchanged_wheel(project, env / "bin/python")
-                if project.name in published
-                else project.folder
-                for project in changed
-            ]
-        install(env, "--no-compile", *groups("dev"), *folders)
-        compile_all(env)
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            # Beside the compilers, which have no use for them.
+            tools = pool.submit(install, env, "--no-compile", *groups("dev"))
+            if created:  # by way of sdists, whose wheels `nox -s wheels` tries afterwards
+                published = {project.name for project in packages()}
+                folders = [
+                    unchanged_wheel(project, env / "bin/python")
+                    if project.name in published
+                    else project.folder
+                    for project in changed
+                ]
+            tools.result()
+        install(env, "--no-compile", *folders)
+        compile_torch(env)
     else:
         install(env, "--no-deps", *folders)
     path.write_text(json.dumps(stamp | {"base": base, "projects": hashes}))

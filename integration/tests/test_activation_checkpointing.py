@@ -33,7 +33,15 @@ RUNS = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("ddp", "fsdp", "plan, tp and sp")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in RUNS
+    ],
+)
 def test_losses_are_those_without_it_bit_for_bit(name, train_runs, tmp_path):
     ranks, options = RUNS[name]
     runs = [{"activation_checkpointing": mode} | options for mode in ("none", *MODES)]

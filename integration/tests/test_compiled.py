@@ -9,7 +9,7 @@ from integration.systems import SYSTEM_NAMES, get_system
 from integration.train.model.compiled import compile_layers
 
 COMPILING = [
-    name if name in ("fsdp", "fsdp2") else pytest.param(name, marks=pytest.mark.slow)
+    name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow)
     for name in SYSTEM_NAMES
     if get_system(name).supports_compile
 ]

@@ -283,6 +283,7 @@ def test_a_port_that_is_taken_is_one_sentence(tmp_path):
     assert re.fullmatch(sentence, result.stderr)
 
 
+@pytest.mark.slow  # the agent's own sentences are in the fast tier, and a rank's are the trainer's
 @pytest.mark.ranks
 def test_torchrun_ends_with_its_ranks_sentence_and_code(tmp_path):
     result = agent(tmp_path / "run", *TINY, "--model", "none", RANKS="2")

@@ -16,7 +16,7 @@ from integration.option_table.fully_shard.choices import (
     pairs,
     run_options,
 )
-from integration.option_table.pairwise import proving_runs, uncovered
+from integration.option_table.pairwise import uncovered
 from testkit import CommLog, fake_mesh
 
 
@@ -31,6 +31,7 @@ def runs(option_runs):
     return option_runs(_observe, run_options, gradients_are_right)
 
 
+@pytest.mark.slow  # half a minute to validate all pairs, as do the other tests of pairs
 def test_every_accepted_pair_fully_shard_section_occurs_in_a_run():
     assert uncovered(pairs(), covering_runs()) == []
     assert {choice for run in covering_runs() for choice in run} == set(CHOICES)
@@ -40,6 +41,7 @@ def test_a_choice_alone_is_accepted():
     assert all(completed((choice,)).run for choice in CHOICES)
 
 
+@pytest.mark.slow
 def test_a_refused_pair_has_sent_nothing_and_moved_no_parameter(monkeypatch):
     refused = [pair for pair in pairs() if pair.refusal is not None]
     by_call = [pair for pair in refused if not pair.refusal.startswith(("set_", "fsdp:"))]
@@ -69,7 +71,7 @@ def test_a_refused_pair_has_sent_nothing_and_moved_no_parameter(monkeypatch):
 @pytest.mark.ranks
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 def test_an_option_fully_shard_section_is_in_effect(choice, runs):
-    runs.check(choice, proving_runs(runs.on(2, covering_runs())))
+    runs.check(choice, runs.on(2, [completed((choice,)).run]))
 
 
 @pytest.mark.slow
@@ -78,6 +80,7 @@ def test_an_option_fully_shard_section_is_in_effect_beside_every_option(choice, 
     runs.check(choice, covering_runs())
 
 
+@pytest.mark.slow
 def test_the_pages_section_is_written_from_the_table():
     written = Path(__file__).parents[2] / "docs" / "support" / "options.md"
     assert fully_shard_section() in written.read_text(), "run: python -m integration.option_table"

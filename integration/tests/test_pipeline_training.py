@@ -54,7 +54,13 @@ def assert_near(losses, expected, model="llama-tiny"):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        name if name in ("1F1B", "ZBVZeroBubble") else pytest.param(name, marks=pytest.mark.slow)
+        for name in SCHEDULES
+    ],
+)
 def test_two_ranks_train_every_model_as_one_device(schedule, single, run_all, tmp_path):
     options = {"pp_degree": 2, "pp_schedule": schedule, "pp_microbatches": 4}
     found = run_all(tmp_path, 2, [options | {"model": model} for model in MODELS])

@@ -134,9 +134,12 @@ def _recorded(case):
     return (_totals(own), *allocated), sum(sent_collective(one).wire_bytes for one in of_groups)
 
 
+FAST = ("EP", "TP+SP x FSDP")
+
+
 def _marks(name):
-    """Of the cases on four ranks, one is in the fast tier."""
-    return [pytest.mark.slow] if name == "CP, all-gather x FSDP" else []
+    """One case of a single axis, and one of a product on four ranks, are in the fast tier."""
+    return [] if name in FAST else [pytest.mark.slow]
 
 
 @pytest.mark.ranks

@@ -83,8 +83,10 @@ def test_tensor_parallelism_sends_hidden_states():
 
 @pytest.mark.parametrize(
     ("shape", "depth"),
-    [(TINY_LLAMA, Depth(4, 0)), (FEW_EXPERTS, Depth(1, 3))],
-    ids=["llama", "deepseek-v3"],
+    [
+        pytest.param(TINY_LLAMA, Depth(4, 0), id="llama"),
+        pytest.param(FEW_EXPERTS, Depth(1, 3), id="deepseek-v3", marks=pytest.mark.slow),
+    ],
 )
 def test_layers_of_a_kind_are_alike(shape, depth):
     strategy = strategy_named("FSDP")

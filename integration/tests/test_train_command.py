@@ -28,7 +28,8 @@ from testkit import run_python, start_python
 pytestmark = pytest.mark.ranks
 
 STEPS = 100  # so many that a test which is late still finds the run under way
-TINY = ["--model", "llama-tiny", "--steps", str(STEPS), "--checkpoint-every", "4"]
+EVERY = 10  # steps between checkpoints
+TINY = ["--model", "llama-tiny", "--steps", str(STEPS), "--checkpoint-every", str(EVERY)]
 
 
 def command(out, *options):
@@ -99,7 +100,7 @@ class Interrupted:
     Attributes:
         out: folder of the run.
         refusal: what a second job of the same folder printed while the run was suspended.
-        code: exit code of the run behind SIGTERM.
+        codes: exit codes of its ranks behind SIGTERM.
         stopped_at: its last step then.
         newest: name of its newest checkpoint then.
         left: ranks that still ran 10 s after their launcher was killed.
@@ -109,7 +110,7 @@ class Interrupted:
 
     out: Path
     refusal: str
-    code: int
+    codes: set[int]
     stopped_at: int
     newest: str
     left: list[psutil.Process]
@@ -118,27 +119,27 @@ class Interrupted:
 
 
 @pytest.fixture(scope="module")
-def interrupted(train_ranks, tmp_path_factory):
-    out, options = tmp_path_factory.mktemp("interrupted"), ["--system", "ddp", "--ranks", "2"]
-    process = start_and_wait_for_step(out, 5, *options)
-    processes = [*psutil.Process(process.pid).children(), psutil.Process(process.pid)]
-    for each in processes:
-        each.suspend()  # the run is under way for as long as the second job takes
+def interrupted(start_on_ranks, train_ranks, tmp_path_factory):
+    out, options = tmp_path_factory.mktemp("interrupted"), ["--system", "ddp"]
+    ranks = start_on_ranks(2, *command(out, *options)[1:])
+    wait_for_step(out, 5, ranks[0])
+    for rank in ranks:
+        rank.send_signal(signal.SIGSTOP)  # the run is under way for as long as the second job takes
     refusal = train(out, *options, check=2)
-    for each in processes:
-        each.resume()
-    process.send_signal(signal.SIGTERM)
-    code, stopped_at = process.wait(60).returncode, losses(out)[-1][0]
+    for rank in ranks:
+        rank.send_signal(signal.SIGCONT)
+        rank.send_signal(signal.SIGTERM)  # all get it, as torchrun's agent does
+    codes, stopped_at = {rank.wait(60).returncode for rank in ranks}, losses(out)[-1][0]
     newest = newest_complete(out).path.name
 
-    process = start_and_wait_for_step(out, stopped_at + 2, *options)
+    process = start_and_wait_for_step(out, stopped_at + 2, *options, "--ranks", "2")
     ranks = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGKILL)
     process.wait(60)
     left = psutil.wait_procs(ranks, timeout=10)[1]
     reached = losses(out)[-1][0]
     resumed = train_ranks(out, "--system", "ddp")
-    return Interrupted(out, refusal, code, stopped_at, newest, left, reached, resumed)
+    return Interrupted(out, refusal, codes, stopped_at, newest, left, reached, resumed)
 
 
 def test_a_second_job_in_a_run_folder_is_refused(interrupted):
@@ -150,7 +151,7 @@ def test_a_second_job_in_a_run_folder_is_refused(interrupted):
 
 
 def test_sigterm_ends_a_run_with_a_checkpoint(interrupted):
-    assert interrupted.code == EXIT_TERMINATED
+    assert interrupted.codes == {EXIT_TERMINATED}
     assert interrupted.stopped_at < STEPS, "the signal came too late to prove anything"
     assert interrupted.newest == f"step-{interrupted.stopped_at:08d}"
 
@@ -216,7 +217,9 @@ def test_damaged_checkpoints_are_named_and_automatic_resume_takes_the_one_before
 ):
     out = tmp_path / "copy"
     shutil.copytree(undisturbed, out)
-    flipped, truncated = (out / "checkpoints" / f"step-{step:08d}" for step in (STEPS, STEPS - 4))
+    flipped, truncated = (
+        out / "checkpoints" / f"step-{step:08d}" for step in (STEPS, STEPS - EVERY)
+    )
     shard = sorted(flipped.glob("*.distcp"))[-1]
     content = bytearray(shard.read_bytes())
     content[len(content) // 3] ^= 4
@@ -229,7 +232,7 @@ def test_damaged_checkpoints_are_named_and_automatic_resume_takes_the_one_before
     automatic = train_ranks(out, *options)
     assert f"skipped: checkpoint {flipped} is damaged: {shard.name}" in automatic
     assert f"skipped: checkpoint {truncated} is truncated: {short.name}: expected" in automatic
-    assert f"at step {STEPS - 8}" in automatic
+    assert f"at step {STEPS - 2 * EVERY}" in automatic
     assert losses(out) == losses(undisturbed)
 
 

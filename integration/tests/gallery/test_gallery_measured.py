@@ -17,6 +17,7 @@ TINY = LlamaShape(
 )
 
 
+@pytest.mark.slow  # the other picture is measured in the same way
 @pytest.mark.ranks
 def test_steps_have_the_collectives_of_their_systems():
     found = steps.measure(TINY, tokens=(1, 8), steps=2)

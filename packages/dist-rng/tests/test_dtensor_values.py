@@ -260,7 +260,7 @@ def shared_paths(shape, order=None):
 
 
 @pytest.mark.parametrize(
-    "world_size", [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7)), 8]
+    "world_size", [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7, 8))]
 )
 def test_every_dim_of_1_to_5_dims_on_1_to_8_ranks(world_size):
     # Uneven for most world sizes, with empty shards on 3 ranks and more; (1, 9) on 2.
@@ -269,7 +269,9 @@ def test_every_dim_of_1_to_5_dims_on_1_to_8_ranks(world_size):
         assert_mesh_draws(shared_paths(shape), (world_size,), placements)
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 3), (4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh_shape", [(2, 2), (2, 3), pytest.param((4, 2), marks=pytest.mark.slow)], ids=str
+)
 def test_two_axes_on_5_dims_once_and_twice_on_one_dim(mesh_shape):
     pairs = [(0, 0), (0, 1), (4, 3), (4, 4), (0, 2), (2, 0), (3, 4)]
     hybrid = [(R, S(0)), (R, S(4)), (S(2), R), (R, R)]

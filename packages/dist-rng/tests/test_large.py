@@ -1,5 +1,6 @@
 """Parts of a tensor of 16 GB, which is not allocated, against torch's stream drawn in chunks."""
 
+import pytest
 import torch
 
 import dist_rng
@@ -12,6 +13,7 @@ SAMPLE = 5_000
 SAMPLED = (0, 1, 100, 128, 255)  # chunks; the last ends the tensor
 
 
+@pytest.mark.slow
 def test_sampled_regions_of_16_gigabytes_and_the_state_after_them():
     generator = torch.Generator().manual_seed(8)
     chunk, expected = torch.empty(CHUNK), {}

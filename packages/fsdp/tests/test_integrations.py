@@ -214,6 +214,7 @@ def test_loader_reads_the_rows_of_a_rank_from_tensors_and_single_experts():
         run_ranks(check, 2, units)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 def test_losses_with_tensor_parallelism_of_transformers_equal_fsdp2(tmp_path):

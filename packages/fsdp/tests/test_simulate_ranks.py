@@ -57,6 +57,7 @@ CASES = {
 SLOW = (
     "4 ranks",
     "HSDP of 2 x 2",
+    "bfloat16, rows, 8-bit Adam",
     "never resharded",
     "gathered from 2 of 4 in backward",
     "Mixtral, experts stacked",

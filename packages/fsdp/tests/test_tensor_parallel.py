@@ -314,7 +314,7 @@ def test_flattened_axes_must_follow_each_other_in_the_mesh():
 @pytest.mark.parametrize(
     ("shape", "names", "data", "sizes"),
     [
-        ((1, 2, 2), ("a", "b", "tp"), ("a", "b"), (2,)),
+        pytest.param((1, 2, 2), ("a", "b", "tp"), ("a", "b"), (2,), marks=pytest.mark.slow),
         ((2, 2), ("dp", "tp"), ("dp",), (2, 1)),
         pytest.param((2, 2), ("dp", "tp"), ("dp",), (1, 2), marks=pytest.mark.slow),
         pytest.param((4, 1), ("dp", "tp"), ("dp",), (2, 2), marks=pytest.mark.slow),

@@ -81,7 +81,7 @@ def _on_one_device():
     return losses, [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("zero_copy", [False, True])
+@pytest.mark.parametrize("zero_copy", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_trains_as_on_one_device(zero_copy):
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -105,5 +105,6 @@ def warm(folder):
             dist.barrier()
 
 
+@pytest.mark.slow  # each rank compiles twice
 def test_ranks_that_share_a_warm_cache_do_not_take_each_others_graphs(tmp_path):
     run_ranks(warm, 2, tmp_path, timeout=240)

@@ -160,12 +160,13 @@ def covering_runs(
 def proving_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
     """Returns a few of ``runs`` in which each of their choices occurs, though not each pair.
 
-    The search is greedy: the next run is that with the most choices that are in none before.
+    The search is greedy: the next run is that with the most choices that are in none before, and
+    of several the one with the fewest others, which make it longer and prove nothing new.
     """
     missing = {choice for run in runs for choice in run}
     chosen: list[Run] = []
     while missing:
-        chosen.append(max(runs, key=lambda run: len(missing.intersection(run))))
+        chosen.append(max(runs, key=lambda run: (len(missing.intersection(run)), -len(run))))
         missing.difference_update(chosen[-1])
     return tuple(chosen)
 

@@ -351,11 +351,12 @@ def scaled_dot_product():
     assert not torch.equal(dropped.full_tensor(), attention(heads, heads, heads).full_tensor())
 
 
+@pytest.mark.slow  # twenty seconds a rank, in which torch decomposes attention for a strategy
 @pytest.mark.skipif(
     TORCH_RELEASE < (2, 12), reason="torch 2.11 has no sharding strategy for attention on CPUs"
 )
 def test_attention_without_dropout_draws_nothing_and_is_not_refused():
-    run_ranks(scaled_dot_product, 2, timeout=240)  # torch decomposes it for a strategy
+    run_ranks(scaled_dot_product, 2, timeout=240)
 
 
 def norms_of_a_list():

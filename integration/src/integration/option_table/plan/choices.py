@@ -49,6 +49,7 @@ def _halved(seen: PlanObservation, options: Mapping[str, Any]) -> bool:
 
 
 def _whole_in_backward(seen: PlanObservation) -> bool:
+    # In static mode the parameter has its gradient behind backward only.
     return seen.last_grad == seen.sizes["last.weight"]
 
 
@@ -164,7 +165,7 @@ PLAN: tuple[Choice, ...] = (
         lambda seen, options: (
             _halved(seen, options) and _count(seen.forward, "all_gather") > 0
             and ("tp" in options or not _count(seen.backward, "all_gather"))
-            and _whole_in_backward(seen)
+            and (_whole_in_backward(seen) or options.get("mode") == "static")
         ),
         **_BATCH, phase="ZeRO-1",
     ),
