@@ -9,6 +9,7 @@ from plan_api.inspect.typecheck import typecheck
 from plan_api.inspect.view import view
 from plan_api.lowering.ir import Lowered
 from plan_api.lowering.lower import lower
+from plan_api.ops.redistribute import redistribute
 from plan_api.plan import Plan
 from plan_api.runtime.deferred_init import deferred_init
 from plan_api.spec.entry import Entry, Phase
@@ -35,6 +36,7 @@ __all__ = [
     "lower",
     "parallelize",
     "plan_communication",
+    "redistribute",
     "track",
     "typecheck",
     "uninstall",
