@@ -1,12 +1,13 @@
 """Plans of parallelism: which tensors of a model are sharded, and at which modules."""
 
 from plan_api import zoo
-from plan_api.api import Installed, installed, parallelize, uninstall
+from plan_api.api import parallelize
 from plan_api.inspect.debug import breakpoint  # noqa: A004  # its name in torch as well
 from plan_api.inspect.explain import Diff, Explanation, diff, explain
 from plan_api.inspect.track import Record, track
 from plan_api.inspect.typecheck import typecheck
 from plan_api.inspect.view import view
+from plan_api.installation import Installed, installed, uninstall
 from plan_api.lowering.ir import Lowered
 from plan_api.lowering.lower import lower
 from plan_api.ops.redistribute import redistribute

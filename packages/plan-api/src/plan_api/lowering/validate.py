@@ -214,12 +214,12 @@ def _check_interleaved_dims(
                 if (dim := getattr(placement, "dim", None)) is not None:
                     by_dim.setdefault(dim, []).append(axis)
             for placement in placements:
-                dim = getattr(placement, "dim", -1)
-                along = by_dim.get(dim, [])
+                own_dim: int = getattr(placement, "dim", -1)
+                along = by_dim.get(own_dim, [])
                 if hasattr(placement, "interleaves") and len(along) > 1:
                     described = "; ".join(entries[one].description for one in schedule.entries)
                     raise ValueError(
-                        f"{described}: expected one axis that shards dim {dim} of "
+                        f"{described}: expected one axis that shards dim {own_dim} of "
                         f"{name}, as {format_placement(placement)} shards each of its parts, got "
                         f"{' and '.join(along)}; shard another dim along one of them, or apply "
                         f"fully_shard there"

@@ -28,7 +28,6 @@ from torch.optim.optimizer import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plan_api.api import installed
 from plan_api.inspect.collectives import (
     axis_label,
     collective_name,
@@ -40,6 +39,7 @@ from plan_api.inspect.collectives import (
 from plan_api.inspect.sites import Origin, SiteTracker
 from plan_api.inspect.track.events import CallEvent, CollectiveEvent, OperatorEvent, StepPhase
 from plan_api.inspect.track.record import Record
+from plan_api.installation import installed
 from plan_api.plan import Plan
 from plan_api.runtime.attribution import set_observer
 from plan_api.spec.placements import format_placement

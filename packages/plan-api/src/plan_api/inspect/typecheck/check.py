@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves
 
-from plan_api.api import Installed, installed
 from plan_api.inspect.typecheck.types import PlanTypes, TypedOperators
+from plan_api.installation import Installed, installed
 from plan_api.lowering.ir import gradient_placements
 from plan_api.lowering.lower import lower
 from plan_api.ops.expert_dispatch import AUTOGRAD_FUNCTIONS
