@@ -170,6 +170,42 @@ def test_static_mode_trains_a_dit_bit_for_bit_as_eager(shape):
             assert unused == []
 
 
+def _without_reductions(plan):
+    """Returns the plan without the reductions of gradients that modules share."""
+    return without(without(plan, "(attn|mlp).<in>"), "adaLN_modulation\\.1.<in>")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@needs_flattening
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("plan_of", [dit_plan, lambda mesh: _without_reductions(dit_plan(mesh))])
+def test_generated_plans_of_a_dit_train_twenty_steps_to_the_bits_of_eager(plan_of, shape):
+    """With the collectives of Eager, whose plan has the same reductions."""
+    images = torch.randn(4, 4, 8, 8)
+    numbers = torch.zeros(4, dtype=torch.int64)
+    batch = (images, numbers, numbers, images)
+
+    def check():
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        planned = plan_communication(plan_of(mesh), random_dit(), batch)
+        generated = generate_static(plan_of(mesh), random_dit(), batch)
+        found = []
+        for plan, mode in ((planned, "eager"), (generated, "static")):
+            model = parallelize(random_dit(), plan, mode=mode)
+            losses = models.train(model, noise_loss, steps=20)
+            found.append((losses, [param.detach().to_local() for param in model.parameters()]))
+        return *found, installed(model).check(*batch)
+
+    for (losses, params), (static_losses, static_params), differences in run_ranks(
+        check, shape[0] * shape[1], timeout=580
+    ):
+        assert len(set(losses)) == 20
+        assert static_losses == losses
+        assert all(map(torch.equal, static_params, params))
+        assert differences == ()
+
+
 @pytest.mark.ranks
 @needs_flattening
 @pytest.mark.parametrize("rules", [True, False], ids=["dtensor-rules", "torch alone"])
@@ -273,7 +309,7 @@ def test_a_plan_without_reductions_of_gradients_communicates_as_the_one_with_the
     """Which is as by hand: 11 all-reduces and 3 all-gathers (packages/plan-api/benchmarks)."""
     with fake_mesh((8,), ("tp",)) as mesh:
         complete = zoo.dit(mesh).under("model")
-        written = without(without(complete, "(attn|mlp).<in>"), "adaLN_modulation\\.1.<in>")
+        written = _without_reductions(complete)
         make = partial(random_dit, hidden_size=64, num_heads=8)
         images = torch.randn(4, 4, 8, 8)
         numbers = torch.zeros(4, dtype=torch.int64)

@@ -1,14 +1,16 @@
 """Plans of parallelism: which tensors of a model are sharded, and at which modules."""
 
 from plan_api import zoo
-from plan_api.api import Installed, installed, parallelize, uninstall
+from plan_api.api import parallelize
 from plan_api.inspect.debug import breakpoint  # noqa: A004  # its name in torch as well
 from plan_api.inspect.explain import Diff, Explanation, diff, explain
 from plan_api.inspect.track import Record, track
 from plan_api.inspect.typecheck import typecheck
 from plan_api.inspect.view import view
+from plan_api.installation import Installed, installed, uninstall
 from plan_api.lowering.ir import Lowered
 from plan_api.lowering.lower import lower
+from plan_api.ops.redistribute import redistribute
 from plan_api.plan import Plan
 from plan_api.runtime.deferred_init import deferred_init
 from plan_api.spec.entry import Entry, Phase
@@ -35,6 +37,7 @@ __all__ = [
     "lower",
     "parallelize",
     "plan_communication",
+    "redistribute",
     "track",
     "typecheck",
     "uninstall",

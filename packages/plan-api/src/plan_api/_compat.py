@@ -1,15 +1,22 @@
-"""What differs between torch 2.11 and 2.15.
+"""What differs between torch 2.11 and 2.15, and what torch has under a private name only.
 
 tests/test_compat.py holds a canary for each difference, which fails when it is gone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
-__all__ = ["is_uneven_view_error", "use_rule_for_convolution_backward"]
+__all__ = ["is_uneven_view_error", "no_compile", "use_rule_for_convolution_backward"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def use_rule_for_convolution_backward() -> None:
@@ -33,3 +40,12 @@ def is_uneven_view_error(message: str) -> bool:
     (torch/distributed/tensor/_ops/_view_ops.py).
     """
     return "unevenly sharded" in message or "Attempted to split the sharded dim" in message
+
+
+def no_compile(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Keeps torch.compile from tracing a function: the graph breaks there.
+
+    `torch.compiler.disable` would import torch._dynamo at once, which takes 0.8 s.
+    """
+    hidden: Callable[_P, _R] = _disable_dynamo(function)
+    return hidden

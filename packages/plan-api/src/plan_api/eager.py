@@ -39,6 +39,7 @@ def install_eager(
         coverage: records which sites run.
         redistribution: makes the transform of a step, as `Redistribution` does.
     """
+    sites = list(sites)
     hooked = [site for site in sites if site.hook_point.is_module_hook]
     for site in hooked:
         transforms: list[tuple[int | str, TensorTransform]] = [
@@ -52,6 +53,6 @@ def install_eager(
         ]
         yield install_site_hook(site, model.get_submodule(site.path), transforms, coverage)
     yield from use_unsharded_params(model, schedules)
-    yield from install_regions(model, hooked, mesh, indices)
+    yield from install_regions(model, sites, mesh, indices)
     yield from install_context_parallel(model, hooked, mesh)
     yield from install_label_shifts(model, hooked)

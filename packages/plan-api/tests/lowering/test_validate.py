@@ -10,7 +10,7 @@ from plan_api import Phase, Plan, lower, parallelize
 from testkit import CommLog, fake_mesh
 from testkit.models import TwoLinears
 
-R, S0 = Replicate(), Shard(0)
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
 @pytest.fixture
@@ -87,6 +87,26 @@ def test_phases_along_the_axes_of_fully_shard_are_refused(mesh, phases):
     beside = Plan(mesh).fully_shard("a", "dp").shard("b.weight", S0, "dp", Phase.OPTIM)
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     assert lower(beside, model).schedules["b.weight"].has_phases
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [{Phase.INIT: S0, Phase.RUN: R}, {Phase.OPTIM: S0}, {Phase.GRAD: S0, Phase.OPTIM: S0}],
+    ids=["ZeRO-3", "ZeRO-1", "ZeRO-2"],
+)
+@pytest.mark.parametrize("mode", ["eager", "static"])
+def test_phases_on_a_dim_that_is_interleaved_are_refused(mesh, phases, mode):
+    """Before any parameter is sent; along another dim, or an axis of their own, they are not."""
+    interleaved = pytest.importorskip("ragged_shard").InterleavedShard(0, 2)
+    plan = Plan(mesh).shard("up.weight", interleaved, "tp")
+    for phase, placement in phases.items():
+        plan.shard("up.weight", placement, "dp", phase)
+    message = r"test_validate.*one axis that shards dim 0 of up.weight, .* got dp and tp; shard"
+    _refused(TwoLinears(), plan, message, mode=mode)
+    other = Plan(mesh).shard("up.weight", interleaved, "tp")
+    for phase, placement in phases.items():
+        other.shard("up.weight", S1 if placement == S0 else R, "dp", phase)
+    assert lower(other, TwoLinears()).schedules["up.weight"].has_phases
 
 
 def test_parameters_ignored_by_fully_shard_have_the_plans_placements(mesh):

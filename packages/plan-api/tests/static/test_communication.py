@@ -7,9 +7,18 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from plan_api import Plan, explain, generate_static, parallelize, plan_communication, track, zoo
+from plan_api import (
+    Plan,
+    explain,
+    generate_static,
+    installed,
+    parallelize,
+    plan_communication,
+    track,
+    zoo,
+)
 from plan_api.static.generation import communication
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, CommLog, fake_mesh, models, run_ranks
 
@@ -270,6 +279,30 @@ def test_a_gradient_is_reduced_at_an_output_in_static_mode_as_well(mesh):
         )
         reduced = {("all_reduce", 4): 1, ("all_reduce", 4 * 4 * 16): 1}
         assert collectives(model, inputs) == reduced, mode
+
+
+def test_parallelize_plans_the_communication_of_example_inputs(mesh):
+    plan = Plan(mesh).redistribute("<in>", R, R).shard(r"(left|right)\.(a|b)\.weight", S0)
+    plan.shard("<out>", R)
+    inputs = (torch.randn(4, 16),)
+    assert installed(parallelize(ParallelBlocks(), plan)).plan is plan
+    planned = parallelize(ParallelBlocks(), plan, example_inputs=inputs)
+    added = installed(planned).plan.entries[len(plan.entries) :]
+    assert [entry.path.text for entry in added] == ["norm.<out:0>"]
+    assert added[0].line == f"added for {plan.entries[1].line}"
+    static = generate_static(plan, ParallelBlocks(), inputs, fake=True)
+    model = parallelize(
+        ParallelBlocks(), static, mode="static", guard_steps=0, example_inputs=inputs
+    )
+    assert installed(model).plan is static  # it has these entries
+    assert collectives(model, inputs) == collectives(planned, inputs)
+
+
+def test_example_inputs_that_do_not_fit_are_refused_before_the_model_is_changed(mesh):
+    model = ParallelBlocks()
+    with pytest.raises(ValueError, match="expected example_inputs as a tuple"):
+        parallelize(model, Plan(mesh), example_inputs=torch.randn(4, 16))
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
 
 
 @pytest.mark.parametrize("also", ["sum", "router"])

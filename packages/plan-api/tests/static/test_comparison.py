@@ -42,7 +42,7 @@ def _compared(change, x=None, forward=None, output_placement=None):
         torch.manual_seed(0)
         x = torch.randn(4, 4) if x is None else x
         return compare_modes(
-            eager, static, {n: (one, dtensor) for n, one in local_params.items()}, (x,), {}
+            eager, static, {n: (one, dtensor) for n, one in local_params.items()}, mesh, (x,), {}
         )
 
 

@@ -1,14 +1,15 @@
 """Plans for static mode, generated from plans for Eager."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
-from plan_api import Plan, generate_static, installed, parallelize
+from plan_api import Plan, generate_static, installed, parallelize, plan_communication, zoo
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, CommLog, models, run_ranks
 
 pytestmark = [
@@ -18,6 +19,7 @@ pytestmark = [
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+STEPS = 20
 
 
 def qwen():
@@ -168,6 +170,200 @@ def test_generated_plans_train_as_in_eager_and_are_the_same_on_meta(name):
         assert sent < 10_000  # hashes of plans, which the ranks compare
         for line in LINES[name]:
             assert re.search(line, plan)
+
+
+class Attention(nn.Module):
+    """Attention whose heads have a learned temperature and distance penalty each."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+        self.v, self.out = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.temperature, self.penalty = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x, distance):
+        q, k, v = (
+            one(x).unflatten(-1, (-1, 4)).transpose(1, 2) for one in (self.q, self.k, self.v)
+        )
+        scores = q @ k.transpose(2, 3) * self.temperature.view(-1, 1, 1)
+        scores = scores - distance * self.penalty.view(-1, 1, 1)
+        scores = scores.masked_fill(distance < 0, float("-inf"))
+        mixed = self.drop(torch.softmax(scores, -1)) @ v
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    """A gated MLP, whose output has a scale of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.scale = nn.Parameter(torch.full((32,), 0.5))
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.gelu(self.gate(x)) * self.up(x)) * self.scale
+
+
+class Layer(nn.Module):
+    """Attention and MLP beside each other, on one norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention, self.mlp = nn.LayerNorm(32), Attention(), Gated()
+
+    def forward(self, x, distance):
+        normed = self.norm(x)
+        return x + self.attention(normed, distance) + self.mlp(normed)
+
+
+class Own(nn.Module):
+    """A transformer that no library has, with a loss that also penalizes large logits."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.norm = nn.Embedding(64, 32), nn.LayerNorm(32)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, input_ids, labels):
+        at = torch.arange(input_ids.shape[1])
+        x = self.tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x, at.view(-1, 1) - at)
+        logits = self.head(self.norm(x))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss + 1e-3 * logits.logsumexp(-1).square().mean()}
+
+
+def of_own(mesh):
+    plan = Plan(mesh).shard("<in:input_ids>", R, "tp").shard("<in:labels>", R, "tp")
+    plan.factory("", R, "tp")
+    layer = r"layers\.\d+"
+    weights = {
+        r"attention\.(q|k|v|temperature|penalty)(\.weight|\.bias)?": S0,
+        r"mlp\.(gate|up)\.(weight|bias)": S0,
+        r".*\.(out|down)\.weight": S1,
+    }
+    return sharded_layers(plan, layer, weights, [r"(attention\.out|mlp\.down).<out>"])
+
+
+def qwen3():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=64, head_dim=8,
+        use_cache=False, attn_implementation="eager", attention_dropout=0.1, max_window_layers=0,
+        tie_word_embeddings=True, **HEADS,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).train()
+
+
+def neox():
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=64,
+        num_attention_heads=8, use_cache=False, attn_implementation="eager",
+        attention_dropout=0.1, hidden_dropout=0.1,
+    )  # fmt: skip
+    return GPTNeoXForCausalLM(config).train()
+
+
+def own_plan(mesh, make, prefix, layers):
+    """The model's own plan, with a sharded batch."""
+    made = (rf"{prefix}\.rotary_emb.<in:position_ids>", rf"{layers}.<in:attention_mask>")
+    return Plan.from_tp_plan(make(), mesh) | script(mesh, *made)
+
+
+def of_neox(mesh):
+    layer = r"gpt_neox\.layers\.\d+"
+    plan = script(mesh, r"gpt_neox\.rotary_emb.<in:position_ids>", rf"{layer}.<in:attention_mask>")
+    weights = {
+        r".*\.(query_key_value|dense_h_to_4h)\.(weight|bias)": S0,
+        r".*\.(dense|dense_4h_to_h)\.weight": S1,
+    }
+    return sharded_layers(plan, layer, weights, [r".*\.(dense|dense_4h_to_h).<out>"])
+
+
+def of_mixtral(mesh):
+    from ragged_shard import InterleavedShard
+
+    layer = r"model\.layers\.\d+"
+    plan = script(mesh, r"model\.rotary_emb.<in:position_ids>", rf"{layer}.<in:attention_mask>")
+    weights = {
+        r".*\.(q|k|v)_proj\.weight": S0,
+        r".*\.o_proj\.weight": S1,
+        r"mlp\.experts\.gate_up_proj": InterleavedShard(1, 2),
+        r"mlp\.experts\.down_proj": Shard(2),
+    }
+    plan = sharded_layers(plan, layer, weights, [r"self_attn\.o_proj.<out>", "mlp.<out>"])
+    return plan.local(rf"{layer}\.mlp\.experts", Partial(), "tp")
+
+
+llama = partial(models.llama, attention_dropout=0.1, **HEADS)
+mixtral = partial(models.mixtral, attention_dropout=0.1, **HEADS)
+OF_MODEL = ("model", r"model\.layers\.\d+")
+OF_NEOX = ("gpt_neox", r"gpt_neox\.layers\.\d+")
+TRAINED = {
+    "llama, by hand": (llama, of_llama, tokens),
+    "llama, zoo": (llama, partial(zoo.llama, dp="dp"), tokens),
+    "llama, zoo, sequence parallel": (llama, partial(zoo.llama, dp="dp", sp=True), tokens),
+    "llama, tp_plan": (llama, lambda mesh: own_plan(mesh, llama, *OF_MODEL), tokens),
+    "mixtral, by hand": (mixtral, of_mixtral, tokens),
+    "mixtral, zoo": (mixtral, partial(zoo.mixtral, dp="dp"), tokens),
+    "gpt2, by hand": (models.gpt2, of_gpt2, tokens),
+    "gpt2, zoo": (models.gpt2, partial(zoo.gpt2, dp="dp"), tokens),
+    "vit, by hand": (models.vit, of_vit, images),
+    "vit, zoo": (models.vit, partial(zoo.vit, dp="dp"), images),
+    "qwen3, tied, by hand": (qwen3, of_llama, tokens),
+    "qwen3, tied, tp_plan": (qwen3, lambda mesh: own_plan(mesh, qwen3, *OF_MODEL), tokens),
+    "gpt-neox, by hand": (neox, of_neox, tokens),
+    "gpt-neox, tp_plan": (neox, lambda mesh: own_plan(mesh, neox, *OF_NEOX), tokens),
+    "a model of its own": (Own, of_own, tokens),
+}
+
+
+def trained_in_both_modes(name, shape):
+    """Trains by the plan with planned communication in Eager, and by the generated plan."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    make, plan_of, batch = TRAINED[name]
+    written, found = plan_of(mesh), []
+    torch.manual_seed(5)
+    planned = plan_communication(written, make(), batch(), fake="mixtral" not in name)
+    generated = generate_static(written, make(), batch())
+    for plan, mode in ((planned, "eager"), (generated, "static")):
+        model = parallelize(make(), plan, mode=mode)
+        losses = models.train(model, lambda model: loss_of(model, batch()), steps=STEPS)
+        params = {name: one.detach().to_local() for name, one in model.named_parameters()}
+        found.append((losses, params))
+    check = installed(model).check(**batch())
+    return *found, [str(difference) for difference in check], installed(model).lowered.eager
+
+
+def loss_of(model, batch):
+    return model(**batch)["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_generated_plans_train_twenty_steps_to_the_bits_of_eager(name, shape):
+    """With its collectives, and without a module on DTensors."""
+    ranks = run_ranks(trained_in_both_modes, shape[0] * shape[1], name, shape, timeout=580)
+    for (losses, params), (static_losses, static_params), differences, on_dtensors in ranks:
+        assert len(set(losses)) == STEPS
+        assert static_losses == losses
+        different = [
+            name for name, one in params.items() if not torch.equal(one, static_params[name])
+        ]
+        assert different == []
+        assert differences == []
+        assert on_dtensors == ()
 
 
 class Centred(nn.Module):

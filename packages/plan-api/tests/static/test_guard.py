@@ -1,13 +1,14 @@
 """Plans that are wrong in one line do not train: the first step is validated against Eager."""
 
 import json
+import logging
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from plan_api import Plan, StaticError, installed, parallelize, typecheck, zoo
 from plan_api.runtime.agreement import first_site_on_any_rank, true_on_any_rank
@@ -397,6 +398,53 @@ def test_a_check_changes_nothing_and_calls_without_gradients_are_not_validated()
         )
 
     assert run_ranks(check, 2) == [(None, "down", True, True, True, True)] * 2
+
+
+class Gathering(TwoLinears):
+    """Its code gathers DTensors, though the next module needs this rank's features only."""
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x))
+        if isinstance(hidden, DTensor):
+            hidden = hidden.redistribute(placements=[R])
+        return self.down(hidden).square().mean()
+
+
+def _sharded(mesh):
+    plan = Plan(mesh).redistribute("<in>", R, R).shard(r"up\.(weight|bias)", S0)
+    plan.shard(r"down\.weight", S1).redistribute(r"down\.bias", R, P)
+    plan.redistribute("up.<in>", R, R, grad_src=P, grad_dst=R)
+    return plan.redistribute("down.<out>", P, R)
+
+
+@pytest.mark.ranks
+def test_collectives_that_eager_sends_besides_are_logged_with_their_module():
+    """They are no error, as all values have Eager's bits."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        messages = []
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())
+        logging.getLogger("plan_api").addHandler(handler)
+        found = []
+        for make in (TwoLinears, Gathering):
+            model = parallelize(make(), _sharded(mesh), mode="static")
+            batch = torch.randn(4, 4, requires_grad=True)
+            model(batch).sum().backward()
+            found.append(installed(model).check(batch))
+        logging.getLogger("plan_api").removeHandler(handler)
+        return found, messages
+
+    for (none, (difference,)), (message,) in run_ranks(check, 2):
+        assert none == ()
+        assert difference.only_collectives
+        assert not difference.is_wrong
+        assert str(difference) == (
+            "the communication in the model: a step sends 0 all_gather of 0 bytes along 'tp', in "
+            "Eager 1 of 128 bytes"
+        )
+        assert message.endswith(str(difference))
 
 
 @pytest.mark.ranks

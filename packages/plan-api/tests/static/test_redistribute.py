@@ -220,6 +220,12 @@ def test_a_step_that_redistributes_nothing_is_an_identity(axis):
     assert not _redistribution(axis, R, S0).is_identity
 
 
+@pytest.mark.parametrize(("src", "dst"), [(P, R), (S0, R), (S0, S1), (AVG, S0)], ids=str)
+def test_nothing_is_sent_along_an_axis_of_one_rank(src, dst):
+    with fake_mesh((2, 1), ("other", "x")) as mesh:
+        assert _redistribution(mesh, src, dst, grad_src=P, grad_dst=R).is_identity
+
+
 def test_a_gather_without_grad_src_is_refused(axis):
     message = r"layer.forward_pre:<in>:0, S\(0\) to R along 'x'.*placement of its gradient"
     with pytest.raises(ValueError, match=message):

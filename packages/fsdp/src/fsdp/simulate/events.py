@@ -25,7 +25,7 @@ __all__ = [
     "tensors_in",
 ]
 
-# The names and the search for the group are those of plan_api.inspect.track.collectives, of which
+# The names and the search for the group are those of plan_api.inspect.collectives, of which
 # this is a copy: neither package depends on the other.
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 # The prefix of an operator's name, without leading underscores, and the collective.

@@ -11,7 +11,7 @@ reference to the plan: the runtime reads nothing but this.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeAlias
@@ -24,6 +24,7 @@ from plan_api.spec.placements import format_placement
 __all__ = [
     "AxisMove", "EntryRef", "ExpertIndices", "FullyShard", "HookPoint", "Lowered", "Op", "OpKind",
     "Override", "PhasePlacements", "Schedule", "Site", "SiteStep", "TokenDispatch",
+    "gradient_placements",
 ]  # fmt: skip
 
 _Options: TypeAlias = tuple[tuple[str, Any], ...]
@@ -153,7 +154,8 @@ class SiteStep:
         index: as in `Op`.
         kind: as in `Op`.
         moves: by axis.
-        entries: the numbers of the plan's entries that it comes from.
+        entries: the numbers of the plan's entries that it comes from; none for a call of
+            `plan_api.redistribute`, whose file is `tensor`, and whose line is `index`.
         lines: the source lines of these entries.
     """
 
@@ -165,8 +167,15 @@ class SiteStep:
     lines: tuple[str, ...] = field(default=(), compare=False)
 
     @property
+    def source(self) -> str:
+        """What says how tensors are placed, for errors."""
+        return "the plan" if self.entries else "the call"
+
+    @property
     def description(self) -> str:
         """The entries' numbers and lines, for reports and errors."""
+        if not self.entries:
+            return f"the call in {self.tensor}:{self.index}"
         numbers = " and ".join(map(str, self.entries))
         return f"entry {numbers} of the plan" + f" ({', '.join(self.lines)})" * bool(self.lines)
 
@@ -363,3 +372,15 @@ class Lowered:
             for line in schedule.lines
         ]
         return tuple(dict.fromkeys(lines))
+
+
+def gradient_placements(sites: Iterable[Site]) -> dict[str, dict[str, Placement]]:
+    """Returns the placements of gradients that the plan annotates, by parameter and axis."""
+    placements: dict[str, dict[str, Placement]] = {}
+    for site in sites:
+        for step in site.steps:
+            if site.hook_point is HookPoint.GRAD and step.kind is OpKind.ANNOTATE:
+                name = f"{site.path}.{step.tensor}" if site.path else step.tensor
+                moves = step.moves.items()
+                placements.setdefault(name, {}).update({axis: move.dst for axis, move in moves})
+    return placements

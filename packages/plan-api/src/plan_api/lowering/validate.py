@@ -65,6 +65,7 @@ def validate(
         _check_granularity(entry)
         _check_replicate(entry, mesh)
     _check_phases_of_fully_sharded(ops, schedules, fully_sharded, mesh)
+    _check_interleaved_dims(ops, schedules, mesh)
     _check_local_regions(ops)
     _check_orders(ops)
     _check_key_value_heads(ops, model, mesh)
@@ -198,6 +199,31 @@ def _check_phases_of_fully_sharded(
                 f"which fully_shard gathers and shards there itself, got {phases}; leave out one "
                 f"of them"
             )
+
+
+def _check_interleaved_dims(
+    ops: Iterable[Op], schedules: Mapping[str, Schedule], mesh: DeviceMesh
+) -> None:
+    """Refuses another axis on a dim that ragged-shard's InterleavedShard shards, in any phase."""
+    axes = axis_names(mesh)
+    entries = {op.entry.number: op.entry for op in ops}
+    for name, schedule in schedules.items():
+        for placements in dict.fromkeys((schedule.rest, schedule.run)):
+            by_dim: dict[int, list[str]] = {}
+            for axis, placement in zip(axes, placements, strict=True):
+                if (dim := getattr(placement, "dim", None)) is not None:
+                    by_dim.setdefault(dim, []).append(axis)
+            for placement in placements:
+                own_dim: int = getattr(placement, "dim", -1)
+                along = by_dim.get(own_dim, [])
+                if hasattr(placement, "interleaves") and len(along) > 1:
+                    described = "; ".join(entries[one].description for one in schedule.entries)
+                    raise ValueError(
+                        f"{described}: expected one axis that shards dim {own_dim} of "
+                        f"{name}, as {format_placement(placement)} shards each of its parts, got "
+                        f"{' and '.join(along)}; shard another dim along one of them, or apply "
+                        f"fully_shard there"
+                    )
 
 
 def _regions(ops: Iterable[Op]) -> set[str]:

@@ -2,13 +2,17 @@
 
 The placements of gradients follow from those of inputs and parameters along each axis: where
 parameters are sharded, every rank computes a part of what an input contributes, so the gradient of
-a replicated input is Partial; where inputs are sharded, that of a replicated parameter is.
+a replicated input is Partial; where inputs are sharded, that of a replicated parameter is. A module
+that communicates itself may make other gradients; the plan says which, by ``grad_src`` of an entry
+for the input, and by `Plan.annotate` for the gradient of a parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -17,15 +21,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.lowering.ir import ExpertIndices, OpKind, Site
-from plan_api.lowering.model_names import is_inside
+from plan_api.lowering.ir import ExpertIndices, HookPoint, OpKind, Site, gradient_placements
+from plan_api.lowering.model_names import argument_slot, is_inside, positional_names
 from plan_api.ops.expert_indices import install_expert_indices
 from plan_api.ops.factories import install_factory
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
+from plan_api.runtime.hooks import get_argument, replace_argument
 from plan_api.spec.axes import axis_names
 
 __all__ = ["install_regions"]
+
+_ByAxis: TypeAlias = Mapping[int, Placement]  # by the number of an axis
+_NO_PLACEMENTS: _ByAxis = MappingProxyType({})
 
 
 def install_regions(
@@ -45,6 +53,7 @@ def install_regions(
         indices: arguments that index into sharded parameters, by the path of their module.
     """
     handles = []
+    sites = list(sites)
     for site in sites:
         for step in site.steps:
             placements = {axis: move.dst for axis, move in step.moves.items()}
@@ -56,8 +65,10 @@ def install_regions(
                     for indexed_argument in indexed_arguments
                     if is_inside(path, site.path)
                 ]
-                at = StepContext(site.path or "the model", step)
-                handles += _install_local(module, placements, mesh, site.path, inside, at)
+                region = _LocalRegion(module, placements, mesh, site.path, inside, sites)
+                handles += _install_local(
+                    module, region, StepContext(site.path or "the model", step)
+                )
             elif step.kind is OpKind.FACTORY:
                 handles += install_factory(module, placements, mesh)
     for path, indexed_arguments in indices.items():
@@ -67,26 +78,8 @@ def install_regions(
 
 
 def _install_local(
-    module: nn.Module,
-    outputs: Mapping[str, Placement],
-    mesh: DeviceMesh,
-    path: str,
-    indices: Sequence[ExpertIndices],
-    at: StepContext,
+    module: nn.Module, region: _LocalRegion, at: StepContext
 ) -> list[RemovableHandle]:
-    """Makes a module, with all modules inside it, run on local tensors.
-
-    Args:
-        module: its parameters are DTensors.
-        outputs: placements of its outputs, by axis; along others those of the first DTensor input.
-        mesh: of the plan.
-        path: of the module, for messages.
-        indices: arguments inside it that index into sharded parameters.
-        at: the step of the plan, for messages.
-    """
-    axes = axis_names(mesh)
-    placed = {axes.index(axis): placement for axis, placement in outputs.items()}
-    region = _LocalRegion(module, placed, mesh, path, indices)
     return [
         module.register_forward_pre_hook(at.wrap(region.enter), with_kwargs=True),
         # It runs before the hooks that redistribute outputs.
@@ -95,21 +88,46 @@ def _install_local(
 
 
 class _LocalRegion:
+    """A module that runs on local tensors, with all modules inside it.
+
+    Args:
+        module: its parameters are DTensors.
+        outputs: placements of its outputs, by axis; along others those of the first DTensor input.
+        mesh: of the plan.
+        path: of the module.
+        indices: arguments inside it that index into sharded parameters.
+        sites: of the plan.
+    """
+
     def __init__(
         self,
         module: nn.Module,
-        outputs: Mapping[int, Placement],
+        outputs: Mapping[str, Placement],
         mesh: DeviceMesh,
         path: str,
         indices: Sequence[ExpertIndices],
+        sites: Sequence[Site],
     ) -> None:
-        self._outputs, self._mesh, self._path = outputs, mesh, path
+        axes = axis_names(mesh)
+        self._outputs = {axes.index(axis): placement for axis, placement in outputs.items()}
+        self._mesh, self._path = mesh, path
         self._replicated_axes = {
             axis for index in indices if not index.dispatch for axis in index.axes
         }
         self._dispatched_axes = {axis for index in indices if index.dispatch for axis in index.axes}
+        of_params = gradient_placements(sites)
         self._owners = [
-            (owner, name) for owner in module.modules() for name in (*owner._parameters,)
+            (owner, name, _by_number(of_params.get(_joined(path, inner, name), {}), axes))
+            for inner, owner in module.named_modules()
+            for name in (*owner._parameters,)
+        ]
+        positional = positional_names(module)
+        self._input_gradients = [
+            (argument_slot(step.index, positional), _by_number(gradients, axes))
+            for site in sites
+            if site.path == path and site.hook_point is HookPoint.FORWARD_PRE
+            for step in site.moved
+            if (gradients := {a: m.grad_src for a, m in step.moves.items() if m.grad_src})
         ]
         self._inputs: list[DTensor] = []
 
@@ -118,24 +136,31 @@ class _LocalRegion:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._inputs = []
         map_tensors((args, kwargs), self._remember)
-        params: list[tuple[nn.Module, str, Any]] = [
-            (owner, name, owner._parameters[name]) for owner, name in self._owners
-        ]
-        params = [param for param in params if isinstance(param[2], DTensor)]
-        sharded_by_params = self._sharded_axes([param for _, _, param in params])
+        params: list[Any] = [owner._parameters[name] for owner, name, _ in self._owners]
+        sharded_by_params = self._sharded_axes([one for one in params if isinstance(one, DTensor)])
         sharded_by_inputs = self._sharded_axes(self._inputs)
-        for owner, name, param in params:
-            # Attribute lookup finds this first; optimizers and checkpoints see the DTensor.
-            owner.__dict__[name] = _local(param, sharded_by_inputs)
+        for (owner, name, gradient), param in zip(self._owners, params, strict=True):
+            if isinstance(param, DTensor):
+                # Attribute lookup finds this first; optimizers and checkpoints see the DTensor.
+                owner.__dict__[name] = _local(param, sharded_by_inputs, gradient)
 
-        def to_local(tensor: torch.Tensor) -> torch.Tensor:
-            return _local(tensor, sharded_by_params) if isinstance(tensor, DTensor) else tensor
+        def to_local(
+            tensor: torch.Tensor, gradient: _ByAxis = MappingProxyType({})
+        ) -> torch.Tensor:
+            if isinstance(tensor, DTensor):
+                return _local(tensor, sharded_by_params, gradient)
+            return tensor
 
+        for slot, gradient in self._input_gradients:
+            value = map_tensors(
+                get_argument(slot, args, kwargs), partial(to_local, gradient=gradient)
+            )
+            args, kwargs = replace_argument(slot, args, kwargs, value)
         local: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors((args, kwargs), to_local)
         return local
 
     def leave(self, module: nn.Module, _: Any, output: Any) -> Any:
-        for owner, name in self._owners:
+        for owner, name, _ in self._owners:
             owner.__dict__.pop(name, None)
         inputs, self._inputs = self._inputs, []
         if output is None:  # the module has raised, or returns nothing
@@ -189,13 +214,30 @@ class _LocalRegion:
         )
 
 
-def _local(tensor: DTensor, sharded_axes: set[int]) -> torch.Tensor:
-    """Returns the local tensor, whose gradient is Partial on sharded axes that replicate it."""
-    gradient = [
-        Partial() if placement == Replicate() and axis in sharded_axes else placement
+def _local(tensor: DTensor, sharded_axes: set[int], gradient: _ByAxis) -> torch.Tensor:
+    """Returns the local tensor.
+
+    Args:
+        tensor: to return it of.
+        sharded_axes: where it is replicated along these, its gradient is Partial.
+        gradient: the placements of its gradient that the plan gives.
+    """
+    placements = [
+        gradient.get(
+            axis,
+            Partial() if placement == Replicate() and axis in sharded_axes else placement,
+        )
         for axis, placement in enumerate(tensor.placements)
     ]
-    return tensor.to_local(grad_placements=gradient)
+    return tensor.to_local(grad_placements=placements)
+
+
+def _by_number(placements: Mapping[str, Placement], axes: Sequence[str]) -> _ByAxis:
+    return {axes.index(axis): placement for axis, placement in placements.items()}
+
+
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))
 
 
 def _global_shape(

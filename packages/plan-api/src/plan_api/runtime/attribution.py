@@ -6,8 +6,8 @@ that moves nothing pays nothing; without an observer it costs reading a global.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -16,7 +16,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.lowering.ir import SiteStep
 
-__all__ = ["CommunicationCause", "moving", "reducing", "set_observer"]
+__all__ = [
+    "CommunicationCause", "is_preparing", "moving", "preparing", "reducing", "set_observer",
+]  # fmt: skip
 
 _Placements: TypeAlias = tuple[Placement, ...]
 
@@ -42,6 +44,7 @@ Observer: TypeAlias = Callable[[CommunicationCause], AbstractContextManager[None
 
 _NO_OBSERVER = nullcontext()
 _observer: Observer | None = None
+_preparing = False
 
 
 def set_observer(observer: Observer | None) -> None:
@@ -64,3 +67,19 @@ def reducing(
     if _observer is None:
         return _NO_OBSERVER
     return _observer(CommunicationCause(None, param, before, after))
+
+
+@contextmanager
+def preparing() -> Iterator[None]:
+    """Marks communication that only a first call needs, such as of the sizes of shards."""
+    global _preparing
+    before, _preparing = _preparing, True
+    try:
+        yield
+    finally:
+        _preparing = before
+
+
+def is_preparing() -> bool:
+    """Whether communication is that of `preparing`."""
+    return _preparing

@@ -85,7 +85,7 @@ class Redistribution:
             if expected is not None and not _is(target[axis], expected):
                 raise ValueError(
                     f"{self._what} is {format_placement(target[axis])} along "
-                    f"{axis_names(self._mesh)[axis]!r}, and the plan says "
+                    f"{axis_names(self._mesh)[axis]!r}, and {self._step.source} says "
                     f"{format_placement(expected)}"
                 )
             target[axis] = move.dst

@@ -1,18 +1,25 @@
-"""Compares static mode with Eager on the same inputs: outputs of modules, and all gradients."""
+"""Compares static mode with Eager on the same inputs: outputs, gradients and collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.hooks import RemovableHandle
 
+from plan_api.inspect.collective_recorder import (
+    CollectiveDifference,
+    SentCollective,
+    compare_collectives,
+    recorded_collectives,
+)
 from plan_api.runtime.containers import map_tensors
 from plan_api.static.shadow_model import is_fake
 
@@ -36,12 +43,19 @@ class Difference:
         what: which of its tensors, as in "the gradient of".
         reason: how they differ.
         only_rounding: whether the values are equal up to the rounding of their dtype.
+        only_collectives: whether the values are equal, and static mode sends other collectives.
     """
 
     site: str
     what: str
     reason: str
     only_rounding: bool
+    only_collectives: bool = False
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether static mode computes something else than Eager."""
+        return not (self.only_rounding or self.only_collectives)
 
     def __str__(self) -> str:
         return f"{self.what} {self.site or 'the model'}: {self.reason}"
@@ -61,21 +75,39 @@ class StaticError(ValueError):
 
 @dataclass
 class _RunTrace:
-    """Local tensors of one run, by module and call.
+    """Local tensors of one run, by module and call, and its collectives.
 
     Attributes:
         outputs: the outputs of each call.
         gradients: the gradients of these outputs, in the order of backward.
+        collectives: in their order.
     """
 
     outputs: dict[_ModuleCall, list[torch.Tensor]] = field(default_factory=dict)
     gradients: dict[_ModuleCall, list[torch.Tensor]] = field(default_factory=dict)
+    collectives: list[SentCollective] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run, forward and backward.
+
+    Attributes:
+        result: of the model.
+        gradients: of the parameters; None for one that the loss does not depend on.
+        trace: of what happened on the way.
+    """
+
+    result: Any
+    gradients: tuple[torch.Tensor | None, ...]
+    trace: _RunTrace
 
 
 def compare_modes(
     eager: nn.Module,
     static: nn.Module,
     local_params: Mapping[str, tuple[torch.Tensor, Callable[[torch.Tensor], DTensor]]],
+    mesh: DeviceMesh,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> list[Difference]:
@@ -83,40 +115,43 @@ def compare_modes(
 
     Backward starts at the first scalar output, as the loss, or at all outputs if none is a scalar.
     Random number generators, buffers and ``.grad`` are left unchanged. FakeTensors are compared by
-    shape and dtype.
+    shape and dtype. Collectives are compared by kind, number and bytes along each axis; those of a
+    model with compiled modules are not, as compiled code does not run while they are recorded.
 
     Args:
         eager: a shadow model, parallelized in Eager.
         static: the model, in static mode.
         local_params: by parameter name, the local parameter in static mode, and the function that
             turns its gradient into a DTensor.
+        mesh: of the plan.
         args: the model's positional arguments.
         kwargs: the model's keyword arguments.
 
     Returns:
-        the differences on this rank, in the order in which they arose; empty if all bits are equal.
+        the differences on this rank, in the order in which they arose, those of collectives last;
+        empty if all bits and collectives are equal.
     """
     params = {name: param for name, param in eager.named_parameters() if param.requires_grad}
     # Static mode first: it rejects more, and then nothing has been sent yet.
+    records = not any(map(_is_compiled, static.modules()))
     with preserved_state(static), torch.enable_grad():
-        actual, actual_trace = _run(static, args, kwargs)
-        actual_grads = loss_gradients(actual, [local_params[name][0] for name in params])
+        of_static = [local_params[name][0] for name in params]
+        actual = _run(static, of_static, args, kwargs, mesh if records else None)
     # Tensors that the model creates itself are replicated, and may meet sharded DTensors, as a mask
     # does that it indexes.
     with preserved_state(eager), torch.enable_grad(), implicit_replication():
-        expected, expected_trace = _run(eager, args, kwargs)
-        expected_grads = loss_gradients(expected, list(params.values()))
+        expected = _run(eager, list(params.values()), args, kwargs, mesh if records else None)
     differences = [
         *_compare_calls(
-            expected_trace.outputs, actual_trace.outputs, "what is returned by",
+            expected.trace.outputs, actual.trace.outputs, "what is returned by",
             "static mode did not call it",
         ),
-        *_compare_results(expected, actual),
+        *_compare_results(expected.result, actual.result),
     ]  # fmt: skip
     reduced = [
         _reduced(name, param, expected_grad, actual_grad, *local_params[name])
         for (name, param), expected_grad, actual_grad in zip(
-            params.items(), expected_grads, actual_grads, strict=True
+            params.items(), expected.gradients, actual.gradients, strict=True
         )
     ]
     of_params = list(_compare_param_gradients(reduced))
@@ -125,10 +160,11 @@ def compare_modes(
     # of other ranks' experts.
     if not differences and of_params:
         differences += _compare_calls(
-            expected_trace.gradients, actual_trace.gradients,
+            expected.trace.gradients, actual.trace.gradients,
             "the gradient of what is returned by", "static mode computed none",
         )  # fmt: skip
-    return [*differences, *of_params]
+    sent = compare_collectives(expected.trace.collectives, actual.trace.collectives)
+    return [*differences, *of_params, *map(_of_collectives, sent)]
 
 
 @contextmanager
@@ -171,16 +207,36 @@ def loss_gradients(result: Any, params: list[torch.Tensor]) -> tuple[torch.Tenso
     )
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, torch._dynamo.OptimizedModule) or bool(module._compiled_call_impl)
+
+
 def _run(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, _RunTrace]:
-    trace, handles, running = _RunTrace(), [], [""]
+    model: nn.Module,
+    params: Sequence[torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: DeviceMesh | None,
+) -> _Run:
+    """Runs a model forward and backward; records its collectives if there is a mesh."""
+    trace = _RunTrace()
+    with ExitStack() as stack:
+        if mesh is not None:
+            trace.collectives = stack.enter_context(recorded_collectives(model, mesh))
+        result = _run_forward(model, args, kwargs, trace)
+        return _Run(result, loss_gradients(result, [*params]), trace)
+
+
+def _run_forward(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], trace: _RunTrace
+) -> Any:
+    handles, running = [], [""]
     for name, module in model.named_modules():
         handles.append(_record_outputs(name, module, trace))
         handles.append(module.register_forward_pre_hook(_push_path(name, running), prepend=True))
         handles.append(module.register_forward_hook(_pop_path(running)))  # not if forward raises
     try:
-        return model(*args, **kwargs), trace
+        return model(*args, **kwargs)
     except Exception as error:
         raise StaticError(
             f"the model fails in {running[-1] or 'its own code'}, or in what follows it: {error}; "
@@ -341,6 +397,19 @@ def _compare_tensors(
             site, what, f"{error:.2g} from Eager's, of {size:.2g}",
             error <= torch.finfo(expected.dtype).eps * max(1000 * size, largest),
         )  # fmt: skip
+
+
+def _of_collectives(found: CollectiveDifference) -> Difference:
+    """Describes which collectives differ, by the first that only one of the modes sends."""
+    along = f"along {found.axis!r}" if found.axis else "in a group that is no axis"
+    of = "the backward of " if found.first.in_backward else ""
+    reason = (
+        f"a step sends {len(found.actual)} {found.name} of {sum(found.actual)} bytes {along}, in "
+        f"Eager {len(found.expected)} of {sum(found.expected)} bytes"
+    )
+    what = f"the communication in {of}"
+    site = found.first.site or ""
+    return Difference(site, what.rstrip(), reason, False, only_collectives=True)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

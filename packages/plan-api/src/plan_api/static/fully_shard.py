@@ -19,10 +19,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.lowering.fully_shard import find_fully_shard
-from plan_api.lowering.ir import Lowered
+from plan_api.lowering.ir import Lowered, gradient_placements
 from plan_api.runtime.fully_shard import apply_fully_shard
 from plan_api.spec.axes import axis_names
-from plan_api.static.gradients import gradient_placements
 
 __all__ = ["FullyShardedParams"]
 

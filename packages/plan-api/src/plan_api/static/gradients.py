@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.lowering.ir import HookPoint, OpKind, Site
 from plan_api.runtime.gradients import GradientReduction, sharded_like
 from plan_api.runtime.hooks import SiteCoverage
 from plan_api.spec.axes import axis_names
@@ -23,22 +22,10 @@ from plan_api.static.local_params import LocalParam, UnshardedLocalParam
 if TYPE_CHECKING:
     from fused_comm import GradReducer
 
-__all__ = ["LocalParamGradients", "gradient_placements"]
+__all__ = ["LocalParamGradients"]
 
 # The references to a tensor in C++; where torch has no such count no DTensor is reused.
 _use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 2)
-
-
-def gradient_placements(sites: Iterable[Site]) -> dict[str, dict[str, Placement]]:
-    """Returns the placements of gradients that the plan annotates, by parameter and axis."""
-    placements: dict[str, dict[str, Placement]] = {}
-    for site in sites:
-        for step in site.steps:
-            if site.hook_point is HookPoint.GRAD and step.kind is OpKind.ANNOTATE:
-                name = f"{site.path}.{step.tensor}" if site.path else step.tensor
-                moves = step.moves.items()
-                placements.setdefault(name, {}).update({axis: move.dst for axis, move in moves})
-    return placements
 
 
 class LocalParamGradients(GradientReduction):

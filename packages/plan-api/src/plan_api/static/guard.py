@@ -79,7 +79,8 @@ class Guard:
 
         Returns:
             differences on this rank that are rounding only, as they arise where a dim is 1 on a
-            rank and torch chooses other strides.
+            rank and torch chooses other strides; and collectives that differ in kind, number or
+            bytes.
 
         Raises:
             StaticError: on every rank, if on any of them static mode computes something else than
@@ -94,7 +95,7 @@ class Guard:
                 differences = self._compare_with_eager(model, args, kwargs)
         finally:
             self._remaining_steps, self._checking = remaining, False
-        wrong = [difference for difference in differences if not difference.only_rounding]
+        wrong = [difference for difference in differences if difference.is_wrong]
         if true_on_any_rank(bool(wrong), self._mesh):
             lines = "\n".join(map(str, wrong[:5])) or "no difference on this rank, but on another"
             raise StaticError(
@@ -138,7 +139,7 @@ class Guard:
         handles = [*install_eager(shadow, sites, schedules, indices, self._mesh, SiteCoverage([]))]
         local_params = {**self._gradients.by_name(), **self._fully_sharded.gradients(model)}
         try:
-            return compare_modes(shadow, model, local_params, args, kwargs)
+            return compare_modes(shadow, model, local_params, self._mesh, args, kwargs)
         finally:
             for handle in handles:
                 handle.remove()
@@ -148,9 +149,17 @@ class Guard:
             return
         self._remaining_steps -= 1
         differences = self.check(args, kwargs)
-        if differences:
+        rounding = [one for one in differences if one.only_rounding]
+        collectives = [one for one in differences if one.only_collectives]
+        if rounding:
             _log.warning(
-                "static mode equals Eager up to rounding, not bit for bit: %s", differences[0]
+                "static mode equals Eager up to rounding, not bit for bit: %s", rounding[0]
+            )
+        if collectives:
+            _log.warning(
+                "static mode communicates otherwise than Eager, with the same result; "
+                "plan_communication or generate_static plan both alike:\n%s",
+                "\n".join(map(str, collectives)),
             )
 
     def _after_call(self, *_: Any) -> None:

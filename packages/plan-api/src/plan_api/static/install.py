@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site
+from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site, gradient_placements
 from plan_api.ops.expert_indices import install_expert_indices
 from plan_api.options import ParallelizeOptions
 from plan_api.runtime.containers import map_tensors
@@ -23,7 +23,7 @@ from plan_api.static.coverage import CallCoverage
 from plan_api.static.eager_fallback import install_eager_fallback
 from plan_api.static.embeddings import static_sites
 from plan_api.static.fully_shard import FullyShardedParams
-from plan_api.static.gradients import LocalParamGradients, gradient_placements
+from plan_api.static.gradients import LocalParamGradients
 from plan_api.static.guard import Guard
 from plan_api.static.local_params import (
     GradientLeaf,

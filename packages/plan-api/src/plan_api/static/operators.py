@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from plan_api.lowering.ir import Site
 from plan_api.ops.cross_entropy import LogitsSharding, cross_entropy
 from plan_api.ops.function_calls import FunctionInterception, InterceptedCalls, TorchFunction
+from plan_api.runtime.attribution import preparing
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.local_redistribute import local_redistribution
@@ -227,7 +228,8 @@ def _sharding(
     rank = mesh.get_local_rank(axis)
     if is_fake(tensor):
         return LogitsSharding(mesh, dim, axis, rank * tensor.shape[dim], tuple(rows))
-    lengths = gather(own).tolist()
+    with preparing():
+        lengths = gather(own).tolist()
     return LogitsSharding(mesh, dim, axis, sum(lengths[:rank]), tuple(rows))
 
 

@@ -276,9 +276,9 @@ def _in_order(
     """Orders changes as DTensor does: gathers and reductions first, then shards.
 
     A dim that several axes shard is sharded by the outermost axis first, and so gathered by the
-    innermost axis first.
+    innermost axis first. Along an axis of one rank nothing changes.
     """
-    by_axis = sorted(changes, key=lambda one: one.axis)
+    by_axis = sorted((one for one in changes if mesh.size(one.axis) > 1), key=lambda one: one.axis)
     split: list[_AxisChange] = []
     for one in by_axis:
         if _must_gather_first(one, by_axis):

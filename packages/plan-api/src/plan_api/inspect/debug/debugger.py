@@ -15,8 +15,8 @@ from typing import IO, Any
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plan_api.inspect.collectives import collective_name
 from plan_api.inspect.debug.rendezvous import Rendezvous
-from plan_api.inspect.track.collectives import collective_name
 from plan_api.spec.axes import axis_names
 from plan_api.spec.placements import format_placement
 

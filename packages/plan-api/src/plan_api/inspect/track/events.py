@@ -60,9 +60,11 @@ class CollectiveEvent:
             along all axes; "" where it is not known.
         after: how it is placed after all collectives of this redistribution.
         bytes: the larger of its input and its output on this rank.
-        cause: ``plan``, ``gradient of NAME``, ``gradients``, ``aten.mul`` for an operator that
-            redistributes its arguments, or "".
-        line: of the plan, for the cause ``plan``; several are ", "-separated.
+        cause: ``plan``, ``redistribute`` for a call of `plan_api.redistribute`, ``gradient of
+            NAME``, ``gradients``, ``aten.mul`` for an operator that redistributes its arguments, or
+            "".
+        line: of the plan, for the cause ``plan``; several are ", "-separated. Of the call, for the
+            cause ``redistribute``.
         start: microseconds on the host since the record began.
         duration: until its result was waited for, or the backend reported its end, whichever is
             known; on a GPU that is what the host saw.

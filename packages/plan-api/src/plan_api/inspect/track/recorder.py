@@ -28,8 +28,7 @@ from torch.optim.optimizer import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plan_api.api import installed
-from plan_api.inspect.track.collectives import (
+from plan_api.inspect.collectives import (
     axis_label,
     collective_name,
     get_process_group,
@@ -37,9 +36,10 @@ from plan_api.inspect.track.collectives import (
     payload_bytes,
     real_tensors,
 )
+from plan_api.inspect.sites import Origin, SiteTracker
 from plan_api.inspect.track.events import CallEvent, CollectiveEvent, OperatorEvent, StepPhase
 from plan_api.inspect.track.record import Record
-from plan_api.inspect.track.sites import Origin, SiteTracker
+from plan_api.installation import installed
 from plan_api.plan import Plan
 from plan_api.runtime.attribution import set_observer
 from plan_api.spec.placements import format_placement
@@ -226,6 +226,8 @@ class _TrackMode(TorchDispatchMode):
             return _Reason(self._operator or ("gradients" if origin.param else ""))
         if cause.step is None:
             return _Reason(f"gradient of {origin.param}" if origin.param else "gradients")
+        if not cause.step.entries:
+            return _Reason("redistribute", f"{cause.step.tensor}:{cause.step.index}")
         if self._plan is None:
             return _Reason("plan")
         entries = [self._plan.entries[number] for number in cause.step.entries]

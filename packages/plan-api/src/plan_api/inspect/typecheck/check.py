@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves
 
-from plan_api.api import Installed, installed
 from plan_api.inspect.typecheck.types import PlanTypes, TypedOperators
+from plan_api.installation import Installed, installed
+from plan_api.lowering.ir import gradient_placements
 from plan_api.lowering.lower import lower
 from plan_api.ops.expert_dispatch import AUTOGRAD_FUNCTIONS
 from plan_api.plan import Plan
@@ -24,7 +25,6 @@ from plan_api.spec.axes import axis_names
 from plan_api.static.comparison import StaticError, preserved_state
 from plan_api.static.generation.entries import split_fully_shard
 from plan_api.static.generation.example_step import ExampleStep
-from plan_api.static.gradients import gradient_placements
 from plan_api.static.local_params import LocalParam
 
 __all__ = ["typecheck"]

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from plan_api.lowering.ir import HookPoint, Site, SiteStep
 from plan_api.ops.function_calls import TorchFunction
+from plan_api.ops.redistribute import apply_redistribution
 from plan_api.runtime.hooks import TensorTransform
 from plan_api.spec.axes import axis_names
 from plan_api.spec.placements import format_placement
@@ -110,7 +111,7 @@ class PlanTypes:
         self, site: Site, step: SiteStep, transform: StaticRedistribution
     ) -> TensorTransform:
         """Returns a transform that checks a tensor, redistributes it and types the result."""
-        return _TypedRedistribution(self, site, transform)
+        return _TypedRedistribution(self, transform, site.hook_point is HookPoint.RUN)
 
     def annotated(self, site: Site, step: SiteStep) -> TensorTransform:
         """Returns a transform that checks a tensor and returns it."""
@@ -231,6 +232,8 @@ class TypedOperators(TorchFunctionMode):
         spmd, kwargs = self._types.spmd, kwargs or {}
         if not spmd.is_type_checking():
             return func(*args, **kwargs)
+        if func is apply_redistribution:  # a call in the model's own code
+            return _TypedRedistribution(self._types, args[1].transform)(args[0])
         operands = [*filter(_is_tensor, tree_leaves((args, kwargs)))]
         self._mix_without_gradients(operands)
         if func in _MEANS and kwargs.get("reduction", "mean") == "mean":
@@ -302,9 +305,10 @@ class TypedOperators(TorchFunctionMode):
 class _TypedRedistribution:
     settled: DTensorSpec | None = None  # part of the protocol of hooks; here nothing is a DTensor
 
-    def __init__(self, types: PlanTypes, site: Site, transform: StaticRedistribution) -> None:
-        self._types, self._transform = types, transform
-        self._is_param = site.hook_point is HookPoint.RUN
+    def __init__(
+        self, types: PlanTypes, transform: StaticRedistribution, is_param: bool = False
+    ) -> None:
+        self._types, self._transform, self._is_param = types, transform, is_param
         along = {axis: one for axis, one in transform.placements.items() if axis in types.axes}
         self._before = {axis: (one.src, one.grad_dst) for axis, one in along.items()}
         self._after = {

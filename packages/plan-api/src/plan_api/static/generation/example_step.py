@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from plan_api.api import apply_plan, installed
+from plan_api.installation import apply_plan, installed
 from plan_api.lowering.ir import Lowered
 from plan_api.options import ParallelizeOptions
 from plan_api.plan import Plan

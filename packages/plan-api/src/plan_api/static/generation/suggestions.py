@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import Replicate
 
-from plan_api.api import installed
 from plan_api.inspect.track import CollectiveEvent, Record, StepPhase, track
+from plan_api.installation import installed
 from plan_api.lowering.model_names import is_inside
 from plan_api.plan import Plan
 from plan_api.spec.path import generalize_numbers, path_code

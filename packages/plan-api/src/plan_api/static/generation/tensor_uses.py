@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from plan_api.lowering.ir import HookPoint
 from plan_api.lowering.model_names import is_inside, positional_names
+from plan_api.ops.redistribute import apply_redistribution
 
 __all__ = ["Place", "SharedTensor", "TensorUses", "Use"]
 
@@ -67,11 +68,14 @@ class SharedTensor:
             return it, and inputs whose module gets it.
         uses: by functions, and by modules without children or with a hook on that input.
         partial_from: by number of a mesh axis along which it is Partial, the output that was first.
+        is_reduced_in_code: whether a call of `plan_api.redistribute` made it, or what it is made
+            of, and reduces its gradient.
     """
 
     places: list[Place] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     partial_from: dict[int, Place] = field(default_factory=dict)
+    is_reduced_in_code: bool = False
 
     @property
     def users(self) -> set[Place]:
@@ -150,9 +154,15 @@ class TensorUses(TorchFunctionMode):
             running = self._running[-1] if self._running else ""
             results = [leaf for leaf in pytree.tree_leaves(result) if _has_gradient(leaf)]
             for leaf in pytree.tree_leaves((args, kwargs)):
-                if _has_gradient(leaf):
-                    self._of(leaf).uses.append(Use(None, running))
-                    self._follow_partial(leaf, results)
+                if not _has_gradient(leaf):
+                    continue
+                self._of(leaf).uses.append(Use(None, running))
+                if func is apply_redistribution:  # it reduces what is Partial itself
+                    self._of(result).is_reduced_in_code = args[1].reduces_gradient
+                    continue
+                self._follow_partial(leaf, results)
+                for one in results:
+                    self._of(one).is_reduced_in_code |= self._of(leaf).is_reduced_in_code
         return result
 
     def _follow_partial(self, tensor: DTensor, results: list[DTensor]) -> None:

@@ -106,7 +106,9 @@ class EagerTrace:
         return self.sites.get((site, place.index))
 
     def is_reduced(self, shared: SharedTensor) -> bool:
-        """Whether a site of the plan, which made this tensor, reduces its gradient."""
+        """Whether a site of the plan or a call in code, which made it, reduces its gradient."""
+        if shared.is_reduced_in_code:
+            return True
         made = (self.at_site(place) for place in shared.places)
         return any(one is not None and one.reduces_gradient for one in made)
 
