@@ -1,5 +1,7 @@
 """Operators whose result depends on the global tensor equal those of DTensors."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from plan_api import Plan, parallelize
+from plan_api import Plan, parallelize, uninstall
 from plan_api.patches import install_patches
 from testkit import fake_mesh, run_ranks
 
@@ -300,15 +302,70 @@ def test_nothing_is_intercepted_after_a_forward_that_raises(mesh):
     assert torch.ones(12).reshape(2, 6).shape == (2, 6)
 
 
-def test_fused_attention_with_dropout_is_refused_and_without_is_native(mesh):
+@pytest.mark.ranks
+@pytest.mark.parametrize("operator", ["dropout", "scaled_dot_product_attention"])
+def test_fused_attention_with_dropout_draws_the_mask_of_one_device(operator):
+    """Sharded by batch and heads, causal or with a mask: output and gradients, as in Eager too."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        found = {}
+        for placement in (R, S0, S1):
+            for causal in (False, True):
+                torch.manual_seed(0)
+                whole = [torch.randn(2, 4, 6, 8) for _ in range(3)]
+                mask = None if causal else torch.randn(6, 6)
+
+                def attend(q, k, v, m=mask, causal=causal):
+                    return F.scaled_dot_product_attention(q, k, v, m, 0.4, causal)
+
+                model = _static(mesh, attend, **{operator: placement})
+                placed = [distribute_tensor(x, mesh, [placement]) for x in whole]
+                m = mask if mask is None else distribute_tensor(mask, mesh, [R])
+                single = _attention_step(attend, whole)
+                eager = _attention_step(lambda q, k, v, m=m: attend(q, k, v, m), placed)
+                static = _attention_step(model, [x.to_local() for x in placed])
+                found[placement, causal] = [
+                    torch.equal(one.full_tensor(), expected) and torch.equal(one.to_local(), other)
+                    for one, other, expected in zip(eager, static, single, strict=True)
+                ]
+        return found
+
+    def _attention_step(function, tensors):
+        torch.manual_seed(7)
+        leaves = [one.detach().clone().requires_grad_() for one in tensors]
+        result = function(*leaves)
+        result.square().sum().backward()
+        return [result.detach(), *(one.grad for one in leaves)]
+
+    for found in run_ranks(check, 2):
+        assert {case: facts for case, facts in found.items() if not all(facts)} == {}
+
+
+def test_attention_without_dropout_is_native(mesh):
     query = torch.randn(1, 2, 4, 4)
+    attend = functools.partial(F.scaled_dot_product_attention, dropout_p=0.0)
+    model = _static(mesh, lambda x: attend(x, x, x), dropout=S1)
+    assert model(query).equal(attend(query, query, query))
 
-    def attend(p):
-        return lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=p)
 
-    with pytest.raises(NotImplementedError, match=r"dropout_p=0 .*attn_implementation='eager'"):
-        _static(mesh, attend(0.1), dropout=S1)(query)
-    assert _static(mesh, attend(0.0), dropout=S1)(query).equal(attend(0.0)(query))
+@pytest.mark.parametrize("placement", [S2, Shard(3)], ids=["queries", "keys"])
+def test_dropout_of_attention_whose_sequence_is_sharded_is_refused(mesh, placement):
+    model = _static(
+        mesh, lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), dropout=placement
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"expected batch or heads sharded.*got \(Shard\(dim="):
+        model(torch.randn(1, 2, 4, 4))
+
+
+def test_attention_with_dropout_needs_dist_rng(mesh):
+    uninstall()
+    plan = Plan(mesh).annotate("<op:dropout>", S1)
+    attend = Calls(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1))
+    model = parallelize(attend, plan, mode="static", guard_steps=0, use=())
+    with pytest.raises(NotImplementedError, match=r"or dist-rng .*attn_implementation='eager'"):
+        model(torch.randn(1, 2, 4, 4))
+    uninstall()
 
 
 def test_cross_entropy_with_label_smoothing_is_refused(mesh):
