@@ -1,13 +1,14 @@
 """Operators whose result depends on the global tensor equal those of DTensors."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from plan_api import Plan, parallelize, uninstall
 from plan_api.patches import install_patches
@@ -100,7 +101,7 @@ SHARDINGS = {
 @pytest.mark.ranks
 @pytest.mark.parametrize("classes", [8, 7], ids=["even", "uneven"])
 def test_cross_entropy_has_the_bits_of_dtensor_and_the_values_of_one_device(classes):
-    """With ignored rows on one rank only, class weights, and all reductions."""
+    """With ignored rows on one rank only, class weights, label smoothing, and all reductions."""
 
     def check():
         install_patches(())
@@ -108,17 +109,17 @@ def test_cross_entropy_has_the_bits_of_dtensor_and_the_values_of_one_device(clas
         found = {}
         for name, placements in SHARDINGS.items():
             for reduction in ("mean", "sum", "none"):
-                for weighted in (False, True):
-                    case = (name, reduction, weighted)
-                    found[case] = _same(mesh, placements, reduction, weighted)
+                for weighted, smoothing in itertools.product((False, True), (0.0, 0.2)):
+                    case = (name, reduction, weighted, smoothing)
+                    found[case] = _same(mesh, placements, reduction, weighted, smoothing)
         return found
 
-    def _same(mesh, placements, reduction, weighted):
+    def _same(mesh, placements, reduction, weighted, smoothing):
         torch.manual_seed(0)
         logits, labels = torch.randn(8, classes), torch.randint(0, classes, (8,))
         labels[:3] = -100
         weight = torch.rand(classes) if weighted else None
-        options = {"reduction": reduction}
+        options = {"reduction": reduction, "label_smoothing": smoothing}
         plain = logits.clone().requires_grad_()
         expected = F.cross_entropy(plain, labels, weight, **options)
         expected.square().sum().backward()
@@ -151,6 +152,7 @@ def test_cross_entropy_has_the_bits_of_dtensor_and_the_values_of_one_device(clas
             same = torch.equal(value, loss.full_tensor())
             found.backward(2 * value)
         close = torch.allclose(eager.grad.full_tensor(), plain.grad, atol=1e-6)
+        close = close and torch.allclose(loss.full_tensor(), expected, atol=1e-6)
         return same, close, torch.equal(static.grad, eager.grad.to_local())
 
     for found in run_ranks(check, 4, timeout=240):
@@ -195,6 +197,71 @@ def test_a_mean_is_partial():
 
     for found in run_ranks(check, 2):
         assert {case: facts for case, facts in found.items() if not all(facts)} == {}
+
+
+@pytest.mark.ranks
+def test_losses_with_weights_divide_by_the_weights_of_all_ranks():
+    """Elements' weights, and those of classes; the result is Partial, with the bits of Eager's."""
+    losses = {
+        "mse_loss": F.mse_loss,
+        "l1_loss": F.l1_loss,
+        "huber_loss": functools.partial(F.huber_loss, reduction="sum"),
+        "binary_cross_entropy": F.binary_cross_entropy,
+    }
+
+    def _terms(loss, x):
+        loss.backward()
+        local = loss.detach()
+        if isinstance(local, DTensor):
+            assert local.placements == (Partial(),)
+            local, x = local.to_local(), x.grad.to_local()
+            return local, x
+        return local, x.grad
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        torch.manual_seed(0)
+        x, y, weights = torch.rand(4, 6), torch.rand(4, 6), torch.rand(4, 6)
+        classes = torch.randint(0, 6, (4,))
+        cases = {name: (loss, (y,), weights) for name, loss in losses.items()}
+        cases["nll_loss"] = (F.nll_loss, (classes,), torch.rand(6))
+        found = {}
+        for name, (function, target, weight) in cases.items():
+            of_rows = S0 if weight.ndim == 2 else R
+            plain = x.clone().requires_grad_()
+            expected = function(plain, *target, weight=weight)
+            expected.backward()
+            eager, y0, w0 = (
+                distribute_tensor(one, mesh, [placement])
+                for one, placement in ((x, S0), (*target, S0), (weight, of_rows))
+            )
+            local = eager.to_local().clone().requires_grad_()
+            model = _static(
+                mesh, lambda *args, function=function: function(*args[:2], weight=args[2]),
+                **{name: S0},
+            )  # fmt: skip
+            eager.requires_grad_()
+            of_eager = _terms(function(eager, y0, weight=w0), eager)
+            of_static = _terms(model(local, y0.to_local(), w0.to_local()), local)
+            total = of_static[0].clone()
+            torch.distributed.all_reduce(total)
+            part = plain.grad.chunk(2)[mesh.get_rank()]
+            found[name] = (
+                all(map(torch.equal, of_eager, of_static)),
+                torch.allclose(total, expected.detach()),
+                torch.allclose(of_static[1], part, atol=1e-7),
+            )
+        return found
+
+    for found in run_ranks(check, 2):
+        assert {case: facts for case, facts in found.items() if not all(facts)} == {}
+
+
+def test_weights_that_require_a_gradient_are_refused(mesh):
+    weight = torch.ones(4, 4, requires_grad=True)
+    model = _static(mesh, lambda x, y: F.mse_loss(x, y, weight=weight), mse_loss=S0)
+    with pytest.raises(NotImplementedError, match=r"a weight without a gradient.*mode='eager'"):
+        model(torch.ones(4, 4), torch.ones(4, 4))
 
 
 REDUCTIONS = {
@@ -368,12 +435,10 @@ def test_attention_with_dropout_needs_dist_rng(mesh):
     uninstall()
 
 
-def test_cross_entropy_with_label_smoothing_is_refused(mesh):
-    model = _static(
-        mesh, lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1), cross_entropy=S0
-    )  # fmt: skip
-    with pytest.raises(NotImplementedError, match=r"label_smoothing.*use mode='eager'"):
-        model(torch.ones(4, 4), torch.zeros(4, dtype=torch.long))
+def test_cross_entropy_of_probabilities_is_refused(mesh):
+    model = _static(mesh, F.cross_entropy, cross_entropy=S0)
+    with pytest.raises(NotImplementedError, match=r"targets that are classes.*use mode='eager'"):
+        model(torch.ones(4, 4), torch.ones(4, 4))
 
 
 @pytest.mark.ranks

@@ -60,12 +60,10 @@ def sharding_of_classes(
             f"{what}: expected a shard along one axis at most, got {placements}; use mode='eager'"
         )
     if not of_classes:
-        return LogitsSharding(mesh, dim, None, 0, tuple(rows))
+        return LogitsSharding(mesh, dim, None, 0, tensor.shape[dim], tuple(rows))
     (axis,) = of_classes
     own = torch.tensor([tensor.shape[dim]], device=tensor.device)
     gather = local_redistribution(Shard(0), Replicate(), mesh, axis, "lengths of shards")
     rank = mesh.get_local_rank(axis)
-    if is_fake(tensor):
-        return LogitsSharding(mesh, dim, axis, rank * tensor.shape[dim], tuple(rows))
-    lengths = gather(own).tolist()
-    return LogitsSharding(mesh, dim, axis, sum(lengths[:rank]), tuple(rows))
+    lengths = [tensor.shape[dim]] * mesh.size(axis) if is_fake(tensor) else gather(own).tolist()
+    return LogitsSharding(mesh, dim, axis, sum(lengths[:rank]), sum(lengths), tuple(rows))
