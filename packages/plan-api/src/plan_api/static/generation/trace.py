@@ -265,7 +265,8 @@ _FUNCTIONS = {
     for name in (
         "dropout", "scaled_dot_product_attention", "cross_entropy", "nll_loss", "mse_loss",
         "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
-        "binary_cross_entropy_with_logits", "embedding", "view", "reshape", "split",
+        "binary_cross_entropy_with_logits", "batch_norm", "group_norm", "embedding",
+        "view", "reshape", "split",
     )
     for namespace in (F, torch, torch.Tensor)
     if hasattr(namespace, name)

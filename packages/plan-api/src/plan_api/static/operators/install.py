@@ -19,6 +19,7 @@ from plan_api.runtime.error_context import StepContext
 from plan_api.spec.axes import axis_names
 from plan_api.static.operators.dropout import attention, dropout
 from plan_api.static.operators.losses import cross_entropy, mean, nll_loss
+from plan_api.static.operators.normalization import batch_norm, group_norm
 from plan_api.static.operators.shards import MakeReplacement, Placements, as_dtensor
 from plan_api.static.operators.sizes import embedding, sized, split
 from plan_api.static.redistribute import SiteTypes
@@ -134,6 +135,8 @@ _REPLACEMENTS: dict[str, MakeReplacement] = {
     "scaled_dot_product_attention": attention,
     "cross_entropy": cross_entropy,
     "nll_loss": nll_loss,
+    "batch_norm": batch_norm,
+    "group_norm": group_norm,
     "embedding": embedding,
     "mse_loss": mean,
     "l1_loss": mean,
