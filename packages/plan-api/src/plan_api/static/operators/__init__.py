@@ -5,6 +5,12 @@ intercepted in the module's own code only, and not in its children's. Each modul
 of replacement, `install` the table of them.
 """
 
+from plan_api.static.operators.initializers import install_initializers, use_initializers
 from plan_api.static.operators.install import check_operators, install_operators
 
-__all__ = ["check_operators", "install_operators"]
+__all__ = [
+    "check_operators",
+    "install_initializers",
+    "install_operators",
+    "use_initializers",
+]
