@@ -457,6 +457,53 @@ def test_any_other_function_runs_on_a_dtensor():
     assert torch.equal(torch.cat(totals) if totals[0].shape == (2, 2) else totals[0], expected)
 
 
+IN_PLACE = {
+    "a method": ("cumsum_", lambda x: x.cumsum_(1)),
+    "a random method": ("normal_", lambda x: x.normal_(2, 3)),
+    "a function of torch": ("dropout_", lambda x: torch.dropout_(x, 0.5, True)),
+    "inplace=True, by position": ("alpha_dropout", lambda x: F.alpha_dropout(x, 0.5, True, True)),
+    "out=": ("cumsum", lambda x: torch.cumsum(x, 1, out=x)),
+    "out= of several results": ("sort", lambda x: torch.sort(x, 1, out=_pair_with(x))[0]),
+}
+
+
+def _pair_with(values):
+    return values, torch.empty(0, dtype=torch.long)
+
+
+@pytest.mark.ranks
+def test_functions_change_tensors_in_place_as_on_one_device():
+    """The tensor itself, with the numbers of one device; gradients pass through."""
+
+    def run(function, leaf, out):
+        torch.manual_seed(5)
+        changed = (leaf.detach() if out else leaf * 1).clone()
+        result = function(changed)
+        assert result is changed
+        if not out:
+            result.square().sum().backward()
+        return result.detach(), torch.zeros(()) if leaf.grad is None else leaf.grad
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        found = {}
+        for name, (operator, function) in IN_PLACE.items():
+            torch.manual_seed(0)
+            whole = torch.rand(4, 6)
+            part = whole.chunk(2)[mesh.get_rank()].clone()
+            model = _static(mesh, function, **{operator: S0})
+            expected = run(function, whole.requires_grad_(), "out" in name)
+            actual = run(model, part.requires_grad_(), "out" in name)
+            found[name] = [
+                torch.equal(one, other.chunk(2)[mesh.get_rank()] if other.ndim else other)
+                for one, other in zip(actual, expected, strict=True)
+            ]
+        return found
+
+    for found in run_ranks(check, 2):
+        assert {case: facts for case, facts in found.items() if not all(facts)} == {}
+
+
 @pytest.mark.parametrize("name", ["view", "reshape"])
 def test_a_size_of_minus_one_is_not_divided(mesh, name):
     model = _static(mesh, lambda x: getattr(x, name)(-1, 2), **{name: S0})

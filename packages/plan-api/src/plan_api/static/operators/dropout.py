@@ -33,8 +33,10 @@ def dropout(_: TorchFunction, mesh: DeviceMesh, placements: Placements) -> Torch
         p: float = 0.5,
         training: bool = True,
         inplace: bool = False,
+        *,
+        train: bool = True,  # the name of torch.dropout
     ) -> torch.Tensor:
-        if not training or p == 0.0:
+        if not training or not train or p == 0.0:
             return input
         key = (input.shape, input.stride())
         if key not in regions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -114,20 +115,59 @@ def _functions(name: str, where: str) -> list[TorchFunction]:
 def _with_dtensor(
     function: TorchFunction, mesh: DeviceMesh, placements: Placements
 ) -> TorchFunction:
-    """Runs any other function with its first tensor as a DTensor."""
+    """Runs any other function with its first tensor as a DTensor.
 
-    def with_dtensor(*args: Any, **kwargs: Any) -> Any:
+    What the function changes in place, or writes to ``out``, gets the result by a copy, so that
+    autograd records it.
+    """
+    name = function.__name__
+    # DTensor knows few operators in place; bernoulli has other arguments then.
+    out_of_place = getattr(torch.Tensor, name.removesuffix("_"), None)
+    if name.endswith("_") and out_of_place is not None and name != "bernoulli_":
+        compute = out_of_place
+    else:
+        compute = function
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any], of_copy: bool) -> Any:
         first = next((at for at, arg in enumerate(args) if isinstance(arg, torch.Tensor)), None)
         if first is None:
-            return function(*args, **kwargs)
+            return compute(*args, **kwargs)
         converted = [*args]
-        converted[first] = as_dtensor(args[first], mesh, placements)
+        local = args[first].clone() if of_copy else args[first]
+        converted[first] = as_dtensor(local, mesh, placements)
         return map_tensors(
-            function(*converted, **kwargs),
+            compute(*converted, **kwargs),
             lambda one: one.to_local() if isinstance(one, DTensor) else one,
         )
 
+    def with_dtensor(*args: Any, **kwargs: Any) -> Any:
+        out = kwargs.pop("out", None)
+        if out is not None:
+            return _assign(out, run(args, kwargs, of_copy=False))
+        if _is_in_place(function, args, kwargs):
+            return _assign(args[0], run(args, kwargs, of_copy=True))
+        return run(args, kwargs, of_copy=False)
+
     return with_dtensor
+
+
+def _is_in_place(function: TorchFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call changes its first argument, as `Tensor.add_` and `F.elu(x, inplace=True)`."""
+    name = function.__name__
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    if not inspect.isfunction(function) or "inplace" not in inspect.signature(function).parameters:
+        return False
+    return bool(inspect.signature(function).bind(*args, **kwargs).arguments.get("inplace"))
+
+
+def _assign(targets: Any, results: Any) -> Any:
+    """Copies results to a tensor, or to a tuple of them, and returns it."""
+    if isinstance(targets, torch.Tensor):
+        if not targets.numel() and targets.shape != results.shape:  # as torch's out= does
+            targets.resize_(results.shape)
+        return targets.copy_(results)
+    return tuple(map(_assign, targets, results))
 
 
 _REPLACEMENTS: dict[str, MakeReplacement] = {
