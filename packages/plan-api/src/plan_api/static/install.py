@@ -32,7 +32,11 @@ from plan_api.static.local_params import (
     create_local_params,
     install_unsharding,
 )
-from plan_api.static.operators import install_initializers, install_operators
+from plan_api.static.operators import (
+    install_factories,
+    install_initializers,
+    install_operators,
+)
 from plan_api.static.optimizer import restore_interrupted_steps, step_on_local_params
 from plan_api.static.redistribute import SiteTypes, StaticRedistribution, static_transform
 
@@ -91,6 +95,7 @@ def install_static(
         )
     for site in static_sites(model, lowered, mesh):
         handles += _install_site(site, model, lowered, mesh, coverage, call_coverage, types)
+    handles += install_factories(model, lowered.sites, mesh, lowered.runs_on_dtensors)
     for path, indices in lowered.indices.items():
         if not lowered.runs_on_dtensors(path):
             handles += install_expert_indices(model.get_submodule(path), indices, mesh, path)
