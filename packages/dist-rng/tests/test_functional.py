@@ -70,6 +70,35 @@ def test_dropout_and_its_gradient_are_one_devices(p):
     assert dist_rng.dropout(part, region, p, training=False) is part
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"enable_gqa": True}], ids=str)
+def test_attention_and_its_gradients_are_one_devices(options):
+    """Of a part of the heads, with the keys and values of their groups."""
+    groups = 2 if options.get("enable_gqa") else 4
+    whole = [torch.randn(2, heads, 6, 8, requires_grad=True) for heads in (4, groups, groups)]
+    torch.manual_seed(0)
+    expected = F.scaled_dot_product_attention(*whole, dropout_p=0.3, **options)
+    state = torch.get_rng_state()
+    local = [x.detach()[:, x.shape[1] // 2 :].clone().requires_grad_() for x in whole]
+    weights = Region.box((2, 4, 6, 6), (0, 2, 0, 0), (2, 2, 6, 6))
+    torch.manual_seed(0)
+    result = dist_rng.scaled_dot_product_attention(*local, weights, dropout_p=0.3, **options)
+    assert_bitwise(result, expected[:, 2:])
+    assert torch.equal(torch.get_rng_state(), state)
+    result.square().sum().backward()
+    expected.square().sum().backward()
+    for part, of_one_device in zip(local, whole, strict=True):
+        assert_bitwise(part.grad, of_one_device.grad[:, of_one_device.shape[1] // 2 :])
+
+
+def test_attention_with_dropout_of_a_gpus_numbers_is_refused():
+    x, weights = torch.randn(1, 2, 4, 4), Region.full((1, 2, 4, 4))
+    with (
+        dist_rng.single_device_rng(geometry=dist_rng.Geometry.H100),
+        pytest.raises(ValueError, match=r"expected dropout_p=0, got 0\.5.*write attention as"),
+    ):
+        dist_rng.scaled_dot_product_attention(x, x, x, weights, dropout_p=0.5)
+
+
 def test_an_explicit_generator_is_advanced_alone():
     sharded, single = (torch.Generator().manual_seed(5) for _ in range(2))
     before = torch.get_rng_state()

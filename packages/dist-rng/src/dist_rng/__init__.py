@@ -13,6 +13,7 @@ from dist_rng.functional import (
     normal_,
     randint_,
     random_,
+    scaled_dot_product_attention,
     trunc_normal_,
     uniform_,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "random_",
     "register_placement",
     "require_equal_generators",
+    "scaled_dot_product_attention",
     "single_device_rng",
     "trunc_normal_",
     "uniform_",

@@ -138,6 +138,59 @@ def dropout(
     return local * noise.div_(1.0 - p)
 
 
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Region,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Computes attention of local tensors, with the dropout mask that one device would draw.
+
+    On a CPU torch computes attention with dropout by its math backend, which draws the mask of all
+    attention weights. It does so here, for a part of the batch or of the heads.
+
+    Args:
+        query: (batch, heads, queries, features), local.
+        key: (batch, heads or groups, keys, features), local.
+        value: the same as ``key``.
+        weights: the attention weights, (batch, heads, queries, keys), that this rank computes.
+        attn_mask: as for ``torch.nn.functional.scaled_dot_product_attention``, of the local part.
+        dropout_p: the probability of a weight to become zero.
+        is_causal: as for torch's function.
+        scale: as for torch's function.
+        enable_gqa: as for torch's function.
+        generator: as for the other functions of this module.
+
+    Raises:
+        ValueError: on CUDA, or where a GPU is emulated: a fused kernel numbers its draws by the
+            local batch and head.
+    """
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    if dropout_p > 0.0 and draws_as_gpu(query):
+        raise ValueError(no_fused_attention(dropout_p))
+    attend = torch._C._nn.scaled_dot_product_attention
+    with _DrawByRegion(weights, None, generator):
+        result: Tensor = attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    return result
+
+
+def no_fused_attention(dropout_p: float) -> str:
+    """Returns why the fused kernels of a GPU cannot draw a shard of one device's mask."""
+    return (
+        "scaled_dot_product_attention on CUDA, of a part of a global tensor: expected dropout_p=0,"
+        f" got {dropout_p}; the fused kernels number their random draws by the local batch and"
+        " head, so a shard cannot draw one device's mask; use dropout_p=0, or write attention as"
+        " matmul, softmax and nn.Dropout"
+    )
+
+
 def trunc_normal_(
     local: Tensor,
     region: Region,
@@ -195,6 +248,8 @@ class _DrawByRegion(TorchDispatchMode):
             return fill(args[0], self._region, Normal(*args[1:]), generator=self._generator)
         if func is aten.uniform_.default:
             return fill(args[0], self._region, Uniform(*args[1:]), generator=self._generator)
+        if func is aten.bernoulli_.float:
+            return fill(args[0], self._region, Bernoulli(args[1]), generator=self._generator)
         result = func(*args, **(kwargs or {}))
         if func is aten.any.default and self._group is not None:
             any_rejected = result.int()

@@ -1,13 +1,16 @@
 """Operators whose result depends on the global tensor equal those of DTensors."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from plan_api import Plan, parallelize
+from plan_api import Plan, parallelize, uninstall
 from plan_api.patches import install_patches
 from testkit import fake_mesh, run_ranks
 
@@ -98,7 +101,7 @@ SHARDINGS = {
 @pytest.mark.ranks
 @pytest.mark.parametrize("classes", [8, 7], ids=["even", "uneven"])
 def test_cross_entropy_has_the_bits_of_dtensor_and_the_values_of_one_device(classes):
-    """With ignored rows on one rank only, class weights, and all reductions."""
+    """With ignored rows on one rank only, class weights, label smoothing, and all reductions."""
 
     def check():
         install_patches(())
@@ -106,17 +109,17 @@ def test_cross_entropy_has_the_bits_of_dtensor_and_the_values_of_one_device(clas
         found = {}
         for name, placements in SHARDINGS.items():
             for reduction in ("mean", "sum", "none"):
-                for weighted in (False, True):
-                    case = (name, reduction, weighted)
-                    found[case] = _same(mesh, placements, reduction, weighted)
+                for weighted, smoothing in itertools.product((False, True), (0.0, 0.2)):
+                    case = (name, reduction, weighted, smoothing)
+                    found[case] = _same(mesh, placements, reduction, weighted, smoothing)
         return found
 
-    def _same(mesh, placements, reduction, weighted):
+    def _same(mesh, placements, reduction, weighted, smoothing):
         torch.manual_seed(0)
         logits, labels = torch.randn(8, classes), torch.randint(0, classes, (8,))
         labels[:3] = -100
         weight = torch.rand(classes) if weighted else None
-        options = {"reduction": reduction}
+        options = {"reduction": reduction, "label_smoothing": smoothing}
         plain = logits.clone().requires_grad_()
         expected = F.cross_entropy(plain, labels, weight, **options)
         expected.square().sum().backward()
@@ -149,6 +152,7 @@ def test_cross_entropy_has_the_bits_of_dtensor_and_the_values_of_one_device(clas
             same = torch.equal(value, loss.full_tensor())
             found.backward(2 * value)
         close = torch.allclose(eager.grad.full_tensor(), plain.grad, atol=1e-6)
+        close = close and torch.allclose(loss.full_tensor(), expected, atol=1e-6)
         return same, close, torch.equal(static.grad, eager.grad.to_local())
 
     for found in run_ranks(check, 4, timeout=240):
@@ -193,6 +197,71 @@ def test_a_mean_is_partial():
 
     for found in run_ranks(check, 2):
         assert {case: facts for case, facts in found.items() if not all(facts)} == {}
+
+
+@pytest.mark.ranks
+def test_losses_with_weights_divide_by_the_weights_of_all_ranks():
+    """Elements' weights, and those of classes; the result is Partial, with the bits of Eager's."""
+    losses = {
+        "mse_loss": F.mse_loss,
+        "l1_loss": F.l1_loss,
+        "huber_loss": functools.partial(F.huber_loss, reduction="sum"),
+        "binary_cross_entropy": F.binary_cross_entropy,
+    }
+
+    def _terms(loss, x):
+        loss.backward()
+        local = loss.detach()
+        if isinstance(local, DTensor):
+            assert local.placements == (Partial(),)
+            local, x = local.to_local(), x.grad.to_local()
+            return local, x
+        return local, x.grad
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        torch.manual_seed(0)
+        x, y, weights = torch.rand(4, 6), torch.rand(4, 6), torch.rand(4, 6)
+        classes = torch.randint(0, 6, (4,))
+        cases = {name: (loss, (y,), weights) for name, loss in losses.items()}
+        cases["nll_loss"] = (F.nll_loss, (classes,), torch.rand(6))
+        found = {}
+        for name, (function, target, weight) in cases.items():
+            of_rows = S0 if weight.ndim == 2 else R
+            plain = x.clone().requires_grad_()
+            expected = function(plain, *target, weight=weight)
+            expected.backward()
+            eager, y0, w0 = (
+                distribute_tensor(one, mesh, [placement])
+                for one, placement in ((x, S0), (*target, S0), (weight, of_rows))
+            )
+            local = eager.to_local().clone().requires_grad_()
+            model = _static(
+                mesh, lambda *args, function=function: function(*args[:2], weight=args[2]),
+                **{name: S0},
+            )  # fmt: skip
+            eager.requires_grad_()
+            of_eager = _terms(function(eager, y0, weight=w0), eager)
+            of_static = _terms(model(local, y0.to_local(), w0.to_local()), local)
+            total = of_static[0].clone()
+            torch.distributed.all_reduce(total)
+            part = plain.grad.chunk(2)[mesh.get_rank()]
+            found[name] = (
+                all(map(torch.equal, of_eager, of_static)),
+                torch.allclose(total, expected.detach()),
+                torch.allclose(of_static[1], part, atol=1e-7),
+            )
+        return found
+
+    for found in run_ranks(check, 2):
+        assert {case: facts for case, facts in found.items() if not all(facts)} == {}
+
+
+def test_weights_that_require_a_gradient_are_refused(mesh):
+    weight = torch.ones(4, 4, requires_grad=True)
+    model = _static(mesh, lambda x, y: F.mse_loss(x, y, weight=weight), mse_loss=S0)
+    with pytest.raises(NotImplementedError, match=r"a weight without a gradient.*mode='eager'"):
+        model(torch.ones(4, 4), torch.ones(4, 4))
 
 
 REDUCTIONS = {
@@ -300,23 +369,76 @@ def test_nothing_is_intercepted_after_a_forward_that_raises(mesh):
     assert torch.ones(12).reshape(2, 6).shape == (2, 6)
 
 
-def test_fused_attention_with_dropout_is_refused_and_without_is_native(mesh):
+@pytest.mark.ranks
+@pytest.mark.parametrize("operator", ["dropout", "scaled_dot_product_attention"])
+def test_fused_attention_with_dropout_draws_the_mask_of_one_device(operator):
+    """Sharded by batch and heads, causal or with a mask: output and gradients, as in Eager too."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        found = {}
+        for placement in (R, S0, S1):
+            for causal in (False, True):
+                torch.manual_seed(0)
+                whole = [torch.randn(2, 4, 6, 8) for _ in range(3)]
+                mask = None if causal else torch.randn(6, 6)
+
+                def attend(q, k, v, m=mask, causal=causal):
+                    return F.scaled_dot_product_attention(q, k, v, m, 0.4, causal)
+
+                model = _static(mesh, attend, **{operator: placement})
+                placed = [distribute_tensor(x, mesh, [placement]) for x in whole]
+                m = mask if mask is None else distribute_tensor(mask, mesh, [R])
+                single = _attention_step(attend, whole)
+                eager = _attention_step(lambda q, k, v, m=m: attend(q, k, v, m), placed)
+                static = _attention_step(model, [x.to_local() for x in placed])
+                found[placement, causal] = [
+                    torch.equal(one.full_tensor(), expected) and torch.equal(one.to_local(), other)
+                    for one, other, expected in zip(eager, static, single, strict=True)
+                ]
+        return found
+
+    def _attention_step(function, tensors):
+        torch.manual_seed(7)
+        leaves = [one.detach().clone().requires_grad_() for one in tensors]
+        result = function(*leaves)
+        result.square().sum().backward()
+        return [result.detach(), *(one.grad for one in leaves)]
+
+    for found in run_ranks(check, 2):
+        assert {case: facts for case, facts in found.items() if not all(facts)} == {}
+
+
+def test_attention_without_dropout_is_native(mesh):
     query = torch.randn(1, 2, 4, 4)
-
-    def attend(p):
-        return lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=p)
-
-    with pytest.raises(NotImplementedError, match=r"dropout_p=0 .*attn_implementation='eager'"):
-        _static(mesh, attend(0.1), dropout=S1)(query)
-    assert _static(mesh, attend(0.0), dropout=S1)(query).equal(attend(0.0)(query))
+    attend = functools.partial(F.scaled_dot_product_attention, dropout_p=0.0)
+    model = _static(mesh, lambda x: attend(x, x, x), dropout=S1)
+    assert model(query).equal(attend(query, query, query))
 
 
-def test_cross_entropy_with_label_smoothing_is_refused(mesh):
+@pytest.mark.parametrize("placement", [S2, Shard(3)], ids=["queries", "keys"])
+def test_dropout_of_attention_whose_sequence_is_sharded_is_refused(mesh, placement):
     model = _static(
-        mesh, lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1), cross_entropy=S0
+        mesh, lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), dropout=placement
     )  # fmt: skip
-    with pytest.raises(NotImplementedError, match=r"label_smoothing.*use mode='eager'"):
-        model(torch.ones(4, 4), torch.zeros(4, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"expected batch or heads sharded.*got \(Shard\(dim="):
+        model(torch.randn(1, 2, 4, 4))
+
+
+def test_attention_with_dropout_needs_dist_rng(mesh):
+    uninstall()
+    plan = Plan(mesh).annotate("<op:dropout>", S1)
+    attend = Calls(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1))
+    model = parallelize(attend, plan, mode="static", guard_steps=0, use=())
+    with pytest.raises(NotImplementedError, match=r"or dist-rng .*attn_implementation='eager'"):
+        model(torch.randn(1, 2, 4, 4))
+    uninstall()
+
+
+def test_cross_entropy_of_probabilities_is_refused(mesh):
+    model = _static(mesh, F.cross_entropy, cross_entropy=S0)
+    with pytest.raises(NotImplementedError, match=r"targets that are classes.*use mode='eager'"):
+        model(torch.ones(4, 4), torch.ones(4, 4))
 
 
 @pytest.mark.ranks
@@ -333,6 +455,53 @@ def test_any_other_function_runs_on_a_dtensor():
     expected = torch.arange(8.0).view(4, 2).cumsum(0)
     assert all(one.shape in ((2, 2), (4, 2)) for one in totals)
     assert torch.equal(torch.cat(totals) if totals[0].shape == (2, 2) else totals[0], expected)
+
+
+IN_PLACE = {
+    "a method": ("cumsum_", lambda x: x.cumsum_(1)),
+    "a random method": ("normal_", lambda x: x.normal_(2, 3)),
+    "a function of torch": ("dropout_", lambda x: torch.dropout_(x, 0.5, True)),
+    "inplace=True, by position": ("alpha_dropout", lambda x: F.alpha_dropout(x, 0.5, True, True)),
+    "out=": ("cumsum", lambda x: torch.cumsum(x, 1, out=x)),
+    "out= of several results": ("sort", lambda x: torch.sort(x, 1, out=_pair_with(x))[0]),
+}
+
+
+def _pair_with(values):
+    return values, torch.empty(0, dtype=torch.long)
+
+
+@pytest.mark.ranks
+def test_functions_change_tensors_in_place_as_on_one_device():
+    """The tensor itself, with the numbers of one device; gradients pass through."""
+
+    def run(function, leaf, out):
+        torch.manual_seed(5)
+        changed = (leaf.detach() if out else leaf * 1).clone()
+        result = function(changed)
+        assert result is changed
+        if not out:
+            result.square().sum().backward()
+        return result.detach(), torch.zeros(()) if leaf.grad is None else leaf.grad
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        found = {}
+        for name, (operator, function) in IN_PLACE.items():
+            torch.manual_seed(0)
+            whole = torch.rand(4, 6)
+            part = whole.chunk(2)[mesh.get_rank()].clone()
+            model = _static(mesh, function, **{operator: S0})
+            expected = run(function, whole.requires_grad_(), "out" in name)
+            actual = run(model, part.requires_grad_(), "out" in name)
+            found[name] = [
+                torch.equal(one, other.chunk(2)[mesh.get_rank()] if other.ndim else other)
+                for one, other in zip(actual, expected, strict=True)
+            ]
+        return found
+
+    for found in run_ranks(check, 2):
+        assert {case: facts for case, facts in found.items() if not all(facts)} == {}
 
 
 @pytest.mark.parametrize("name", ["view", "reshape"])

@@ -23,7 +23,9 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout"
 
 
 CASES = {
-    "llama": Training(partial(models.llama, **HEADS), partial(zoo.llama, dp="dp")),
+    "llama": Training(
+        partial(models.llama, attn_implementation="sdpa", **HEADS), partial(zoo.llama, dp="dp")
+    ),
     "llama, loss parallel": Training(
         partial(models.llama, **HEADS), partial(zoo.llama, dp="dp", loss_parallel=True)
     ),

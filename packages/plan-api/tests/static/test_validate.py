@@ -37,8 +37,8 @@ REFUSED = {
         r"cannot redistribute S\(0\) to P",
     ),
     "a factory": (
-        lambda plan: plan.factory("up", S0),
-        r"up.forward_pre: expected replicated tensors.*Shard\(dim=0\).*use mode='eager'",
+        lambda plan: plan.factory("up", P),
+        r"up.forward_pre: expected Shard or Replicate for the tensors.*along 'tp'.*got P",
     ),
 }
 
@@ -81,9 +81,8 @@ def test_phases_of_a_fully_sharded_parameter_are_refused():
 
 
 def test_generate_static_refuses_unsupported_options_before_it_runs(mesh):
-    change, message = REFUSED["a factory"]
-    model, plan = TwoLinears(), Plan(mesh)
-    change(plan)
+    model, plan = TwoLinears(), Plan(mesh).sequence("up.<in>", "tp", order="contiguous")
+    message = r"up.forward_pre:<in>:0: context parallelism .*use mode='eager'"
     with CommLog() as log, pytest.raises(ValueError, match=message):
         generate_static(plan, model, (torch.ones(2, 4),))
     assert log.calls == ()

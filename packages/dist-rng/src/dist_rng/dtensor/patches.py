@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from dist_rng.distributions import Distribution, Normal, Uniform
 from dist_rng.dtensor.agreement import first_draw_check
 from dist_rng.dtensor.handlers import fill_tensor, handlers
+from dist_rng.functional import no_fused_attention
 from dist_rng.regions.placements import slice_of
 from dist_rng.regions.region import Region
 
@@ -164,12 +165,7 @@ def _attention(native: Any) -> Any:
         query = args[0] if args else kwargs.get("query")
         dropout_p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
         if isinstance(query, DTensor) and query._local_tensor.is_cuda and dropout_p > 0.0:
-            raise ValueError(
-                "scaled_dot_product_attention on a CUDA DTensor: expected dropout_p=0, got"
-                f" {dropout_p}; the fused kernels number their random draws by the local batch and"
-                " head, so a shard cannot draw one device's mask; use dropout_p=0, or write"
-                " attention as matmul, softmax and nn.Dropout"
-            )
+            raise ValueError(no_fused_attention(dropout_p))
         return native(*args, **kwargs)  # type: ignore[no-any-return]
 
     return scaled_dot_product_attention

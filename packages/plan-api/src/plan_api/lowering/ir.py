@@ -101,7 +101,7 @@ class Op:
         grad_dst: the placement of the gradient afterwards.
         grad_src: the placement of the gradient before.
         entry: the plan's entry that it comes from.
-        options: the options of the entry that change what ORDER and CONTEXT do.
+        options: the options of the entry that change what FACTORY, ORDER and CONTEXT do.
     """
 
     path: str

@@ -38,7 +38,7 @@ _OP_KINDS = {
     EntryKind.CONTEXT: OpKind.CONTEXT,
     EntryKind.SEQUENCE: OpKind.ORDER,
 }
-_WITH_OPTIONS = (EntryKind.CONTEXT, EntryKind.SEQUENCE)
+_WITH_OPTIONS = (EntryKind.CONTEXT, EntryKind.FACTORY, EntryKind.SEQUENCE)
 
 
 def lower(plan: PlanEntries, model: nn.Module, *, strict: bool = False) -> Lowered:

@@ -7,24 +7,32 @@ Batch and heads may be sharded, as in torch's strategies for CUDA
 - a call with a mask, or one that torch computes by its *math* backend, runs on local tensors
   (`use_local_attention`): the mask is a keyword that DTensor does not redistribute, and the math
   backend makes a causal mask that is no DTensor. On a GPU that backend is the one for grouped
-  keys and values in float32.
+  keys and values in float32;
+- a call with dropout runs on local tensors on a CPU, if dist-rng is installed: their masks are
+  parts of one device's (`attention_with_dropout`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
-from functools import wraps
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.attention import SDPBackend
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-__all__ = ["register_cpu_attention", "use_local_attention"]
+__all__ = [
+    "attention_with_dropout", "draws_attention_masks", "register_cpu_attention",
+    "use_local_attention",
+]  # fmt: skip
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -72,7 +80,7 @@ def use_local_attention() -> Callable[[], None]:
     functional: Any = nn.functional  # dist-rng may have replaced the function, too
     native: Callable[..., torch.Tensor] = functional.scaled_dot_product_attention
 
-    @wraps(native)
+    @functools.wraps(native)
     def scaled_dot_product_attention(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -82,17 +90,25 @@ def use_local_attention() -> Callable[[], None]:
         is_causal: bool = False,
         **options: Any,  # scale, enable_gqa
     ) -> torch.Tensor:
+        if has_torch_function_variadic(query, key, value):
+            return handle_torch_function(
+                scaled_dot_product_attention, (query, key, value), query, key, value, attn_mask,
+                dropout_p, is_causal, **options,
+            )  # fmt: skip
         if (
-            isinstance(query, DTensor)
-            and dropout_p == 0.0  # ranks would draw masks of their own
-            and _on_local_tensors(query, key, value, attn_mask)
-            and _torch_cannot(query, key, value, attn_mask, is_causal, options)
+            not isinstance(query, DTensor)
+            or not _on_local_tensors(query, key, value, attn_mask)
+            or not _torch_cannot(query, key, value, attn_mask, dropout_p, is_causal, options)
         ):
-            mask = None if attn_mask is None else _local_mask(attn_mask, query)
-            local = [x.to_local() for x in (query, key, value)]  # type: ignore[attr-defined]
-            out = native(*local, attn_mask=mask, is_causal=is_causal, **options)
-            return _with_placements_of(query, out)
-        return native(query, key, value, attn_mask, dropout_p, is_causal, **options)
+            return native(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        attend = native
+        if dropout_p > 0.0:
+            shape = torch.Size((*query.shape[:-1], key.shape[-2]))
+            attend = attention_with_dropout(query.device_mesh, query.placements, shape)
+        mask = None if attn_mask is None else _local_mask(attn_mask, query)
+        local = [x.to_local() for x in (query, key, value)]  # type: ignore[attr-defined]
+        out = attend(*local, mask, dropout_p, is_causal, **options)
+        return _with_placements_of(query, out)
 
     functional.scaled_dot_product_attention = scaled_dot_product_attention
 
@@ -101,6 +117,55 @@ def use_local_attention() -> Callable[[], None]:
             functional.scaled_dot_product_attention = native
 
     return restore
+
+
+def draws_attention_masks(query: torch.Tensor) -> bool:
+    """Whether a rank can draw its part of the dropout mask that one device would draw."""
+    if "dist_rng" not in sys.modules:
+        return False
+    from dist_rng import is_installed
+
+    local = query._local_tensor if isinstance(query, DTensor) else query
+    return is_installed() and local.device.type == "cpu"
+
+
+def attention_with_dropout(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size | None = None
+) -> Callable[..., torch.Tensor]:
+    """Returns attention of local tensors, whose dropout masks are parts of one device's.
+
+    Args:
+        mesh: of the attention weights (batch, heads, queries, keys).
+        placements: of the attention weights.
+        shape: their global shape; None: all ranks have equal parts.
+    """
+    from dist_rng import Region
+    from dist_rng import scaled_dot_product_attention as attend
+
+    stride = None if shape is None else torch.empty(shape, device="meta").stride()
+
+    @functools.cache
+    def region(shape_of_query: torch.Size, keys: int) -> Region:
+        weights = torch.empty(*shape_of_query[:-1], keys, device="meta")
+        return Region.of(
+            DTensor.from_local(
+                weights, mesh, placements, run_check=False, shape=shape, stride=stride
+            )
+        )
+
+    def local_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        weights = region(query.shape, key.shape[-2])
+        return attend(query, key, value, weights, attn_mask, dropout_p, is_causal, **options)
+
+    return local_attention
 
 
 def _on_local_tensors(
@@ -128,9 +193,12 @@ def _torch_cannot(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
+    dropout_p: float,
     is_causal: bool,
     options: dict[str, Any],
 ) -> bool:
+    if dropout_p > 0.0:  # elsewhere ranks would draw masks of their own
+        return draws_attention_masks(query)
     if mask is not None:
         return True
     local = [x._local_tensor for x in (query, key, value)]  # type: ignore[attr-defined]

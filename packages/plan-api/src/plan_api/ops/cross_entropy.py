@@ -1,7 +1,8 @@
 """Cross entropy on local tensors of logits whose classes and rows are sharded.
 
 One number per row is communicated instead of logits: for a log-softmax the maximum and the sum of
-exponentials, in backward the sum of gradients; for a mean, the number of targets that count.
+exponentials, in backward the sum of gradients; for a mean, the number of targets that count. Label
+smoothing adds nothing to that: its term of a row is reduced with that of the target.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
+    "LabelSmoothing",
     "LogitsSharding",
     "Targets",
     "cross_entropy",
+    "log_likelihood_loss",
     "log_softmax",
     "log_softmax_backward",
     "nll_loss",
@@ -35,6 +38,7 @@ class LogitsSharding:
         dim: of the classes.
         axis: that shards the classes; None if none does.
         first: the first class of this rank.
+        classes: the number of classes of all ranks.
         rows: axes along which ranks have different rows.
     """
 
@@ -42,6 +46,7 @@ class LogitsSharding:
     dim: int
     axis: int | None
     first: int
+    classes: int
     rows: tuple[int, ...]
 
     def over_classes(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
@@ -66,11 +71,13 @@ class Targets:
         is_local: which targets are among this rank's classes.
         index: of the targets among these classes.
         weights: of the targets; 0 for ignored ones.
+        counted: which rows are not ignored.
     """
 
     is_local: torch.Tensor
     index: torch.Tensor
     weights: torch.Tensor
+    counted: torch.Tensor
 
     @classmethod
     def of(
@@ -89,7 +96,36 @@ class Targets:
         if weight is not None:
             weights = weights * weight[torch.where(counted, classes, 0)]
         index = torch.where(is_local, classes - sharding.first, 0)
-        return cls(is_local, index.unsqueeze(sharding.dim), weights)
+        return cls(is_local, index.unsqueeze(sharding.dim), weights, counted)
+
+
+@dataclass(frozen=True)
+class LabelSmoothing:
+    """Moves a share of each target to all classes.
+
+    Attributes:
+        share: that is moved.
+        of_class: what each of this rank's classes gets of it, with the dims of the logits; one
+            number if the classes have no weights.
+    """
+
+    share: float
+    of_class: torch.Tensor | float
+
+    @classmethod
+    def of(
+        cls, share: float, logits: torch.Tensor, sharding: LogitsSharding,
+        weight: torch.Tensor | None,
+    ) -> LabelSmoothing | None:  # fmt: skip
+        """Makes it from local logits, and weights of all classes; None if nothing is moved."""
+        if not share:
+            return None
+        each = share / sharding.classes
+        if weight is None:
+            return cls(share, each)
+        local = weight.narrow(0, sharding.first, logits.shape[sharding.dim])
+        shape = [-1 if dim == sharding.dim else 1 for dim in range(logits.ndim)]
+        return cls(share, local.view(shape) * each)
 
 
 def log_softmax(local: torch.Tensor, sharding: LogitsSharding, to_float: bool) -> torch.Tensor:
@@ -121,7 +157,11 @@ def log_softmax_backward(
 
 
 def nll_loss(
-    local: torch.Tensor, targets: Targets, sharding: LogitsSharding, reduction: int
+    local: torch.Tensor,
+    targets: Targets,
+    sharding: LogitsSharding,
+    reduction: int,
+    smoothing: LabelSmoothing | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes the negative log likelihood of local log probabilities, and the weight of all rows.
 
@@ -133,6 +173,9 @@ def nll_loss(
     if local.shape[sharding.dim]:
         picked = local.gather(sharding.dim, targets.index).squeeze(sharding.dim)
         losses = torch.where(targets.is_local, -picked * targets.weights, 0)
+    if smoothing is not None:
+        smooth = (local * smoothing.of_class).sum(sharding.dim)
+        losses = torch.where(targets.counted, (1 - smoothing.share) * losses - smooth, 0)
     if reduction == NONE:
         return sharding.over_classes(losses, "sum"), local.new_zeros(())
     total = sharding.over_batch(targets.weights.sum())
@@ -147,14 +190,19 @@ def nll_loss_backward(
     sharding: LogitsSharding,
     reduction: int,
     total: torch.Tensor,
+    smoothing: LabelSmoothing | None = None,
 ) -> torch.Tensor:
     """Computes the gradient of local log probabilities from that of the loss."""
     if reduction == MEAN:
         scale = scale / total
     result = torch.zeros_like(local)
     if result.shape[sharding.dim]:
-        values = torch.where(targets.is_local, -targets.weights * scale, 0)
+        of_target = scale if smoothing is None else scale * (1 - smoothing.share)
+        values = torch.where(targets.is_local, -targets.weights * of_target, 0)
         result.scatter_(sharding.dim, targets.index, values.unsqueeze(sharding.dim))
+    if smoothing is not None:
+        of_row = torch.where(targets.counted, scale, 0).unsqueeze(sharding.dim)
+        result -= of_row * smoothing.of_class
     return result
 
 
@@ -165,6 +213,7 @@ def cross_entropy(
     reduction: int,
     ignored: int,
     sharding: LogitsSharding,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Computes the differentiable cross entropy of local logits, as the four DTensor operators do.
 
@@ -175,36 +224,74 @@ def cross_entropy(
         reduction: of at::Reduction.
         ignored: the class of rows that do not count.
         sharding: of the logits.
+        label_smoothing: the share of each target that all classes get.
 
     Returns:
         with ``NONE``, one per row; otherwise this rank's term of a sum over the ranks along
         `LogitsSharding.rows`.
     """
-    loss: torch.Tensor = _CrossEntropy.apply(logits, classes, weight, reduction, ignored, sharding)  # type: ignore[no-untyped-call]
+    smoothing = LabelSmoothing.of(label_smoothing, logits, sharding, weight)
+    options = (reduction, ignored, sharding, smoothing)
+    loss: torch.Tensor = _CrossEntropy.apply(logits, classes, weight, *options)  # type: ignore[no-untyped-call]
     return loss
 
 
-class _CrossEntropy(torch.autograd.Function):
+def log_likelihood_loss(
+    likely: torch.Tensor,
+    classes: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignored: int,
+    sharding: LogitsSharding,
+) -> torch.Tensor:
+    """Computes the differentiable negative log likelihood of local log probabilities.
+
+    Args:
+        likely: of this rank's rows and classes.
+        classes: see `cross_entropy`, as for the others.
+        weight: the same.
+        reduction: the same.
+        ignored: the same.
+        sharding: the same.
+
+    Returns:
+        as `cross_entropy`.
+    """
+    options = (reduction, ignored, sharding, None)
+    loss: torch.Tensor = _LogLikelihoodLoss.apply(likely, classes, weight, *options)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _LogLikelihoodLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        logits, classes, weight, reduction, ignored, sharding = args
-        likely = log_softmax(logits, sharding, False)
+        likely, classes, weight, reduction, ignored, sharding, smoothing = args
         targets = Targets.of(likely, sharding, classes, weight, ignored)
-        loss, total = nll_loss(likely, targets, sharding, reduction)
-        ctx.save_for_backward(likely, targets.is_local, targets.index, targets.weights, total)
-        ctx.sharding, ctx.reduction, ctx.dtype = sharding, reduction, logits.dtype
+        loss, total = nll_loss(likely, targets, sharding, reduction, smoothing)
+        ctx.save_for_backward(
+            likely, targets.is_local, targets.index, targets.weights, targets.counted, total
+        )
+        ctx.sharding, ctx.reduction, ctx.smoothing = sharding, reduction, smoothing
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        likely, is_local, index, weights, total = ctx.saved_tensors
-        targets = Targets(is_local, index, weights)
-        grad = nll_loss_backward(grads[0], likely, targets, ctx.sharding, ctx.reduction, total)
-        return (
-            log_softmax_backward(grad, likely, ctx.sharding, ctx.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
+        likely, *of_rows, total = ctx.saved_tensors
+        grad = nll_loss_backward(
+            grads[0], likely, Targets(*of_rows), ctx.sharding, ctx.reduction, total, ctx.smoothing
         )
+        return (grad, *(None,) * 6)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, *args: Any) -> torch.Tensor:
+        ctx.dtype = logits.dtype
+        likely = log_softmax(logits, args[4], False)
+        return _LogLikelihoodLoss.forward(ctx, likely, *args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        grad, *others = _LogLikelihoodLoss.backward(ctx, *grads)
+        likely = ctx.saved_tensors[0]
+        return (log_softmax_backward(grad, likely, ctx.sharding, ctx.dtype), *others)

@@ -1,14 +1,14 @@
-"""Makes tensors that a module's forward creates, as by `torch.zeros`, DTensors.
+"""Places the tensors that a module's forward creates, as by `torch.zeros`.
 
-Otherwise they are plain, and torch refuses operators on a plain tensor and a DTensor (veScale,
-appendix 12).
+In Eager they become DTensors: otherwise they are plain, and torch refuses operators on a plain
+tensor and a DTensor (veScale, appendix 12). In static mode each rank takes its shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -20,7 +20,12 @@ from torch.utils.hooks import RemovableHandle
 
 from plan_api.spec.axes import axis_names
 
-__all__ = ["install_factory"]
+__all__ = ["CreateTensor", "install_creation", "install_factory"]
+
+# Calls a function that creates a tensor, with its arguments, and returns the placed tensor.
+CreateTensor: TypeAlias = Callable[
+    [Callable[..., Any], Sequence[Any], Mapping[str, Any]], torch.Tensor
+]
 
 # Functions that create a tensor from numbers. A tensor created like a DTensor is one.
 _FACTORIES = frozenset(
@@ -39,7 +44,7 @@ _is_decided: ContextVar[bool] = ContextVar("_is_decided", default=False)
 def install_factory(
     module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh
 ) -> list[RemovableHandle]:
-    """Places the tensors that are created while a module's forward runs, in nested calls too.
+    """Makes the tensors that a module's forward creates DTensors, in nested calls too.
 
     Where modules with an entry are nested, the entry of the innermost applies.
 
@@ -50,10 +55,37 @@ def install_factory(
         mesh: of the plan.
     """
     placed = [placements.get(axis, Replicate()) for axis in axis_names(mesh)]
+
+    def create(
+        function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor:
+        created: torch.Tensor = function(*args, **kwargs)
+        if type(created) is not torch.Tensor or created.device.type != mesh.device_type:
+            return created
+        # Created whole, so that random numbers are those of one device; each rank takes its shard.
+        replicated = DTensor.from_local(created, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        target = [
+            p if getattr(p, "dim", 0) < created.ndim or p == Replicate() else Replicate()
+            for p in placed
+        ]
+        if tuple(target) == replicated.placements:
+            return replicated
+        return replicated.redistribute(placements=target)
+
+    return install_creation(module, create)
+
+
+def install_creation(module: nn.Module, create: CreateTensor) -> list[RemovableHandle]:
+    """Calls a function in place of those that create tensors while a module's forward runs.
+
+    Args:
+        module: any; the entry of a module inside of it applies there.
+        create: is called instead.
+    """
     modes: list[Any] = []
 
     def enter(_: nn.Module, __: Any) -> None:
-        mode: Any = _FactoryMode(mesh, placed)
+        mode: Any = _FactoryMode(create)
         modes.append(mode)
         mode.__enter__()
 
@@ -68,9 +100,9 @@ def install_factory(
 
 
 class _FactoryMode(TorchFunctionMode):
-    def __init__(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    def __init__(self, create: CreateTensor) -> None:
         super().__init__()
-        self._mesh, self._placements = mesh, placements
+        self._create = create
 
     def __torch_function__(
         self,
@@ -84,19 +116,6 @@ class _FactoryMode(TorchFunctionMode):
         # The modes of outer modules are called by this call: they leave the tensor as it is.
         token = _is_decided.set(True)
         try:
-            created = func(*args, **(kwargs or {}))
+            return self._create(func, args, kwargs or {})
         finally:
             _is_decided.reset(token)
-        if type(created) is not torch.Tensor or created.device.type != self._mesh.device_type:
-            return created
-        # Created whole, so that random numbers are those of one device; each rank takes its shard.
-        replicated = DTensor.from_local(
-            created, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False
-        )
-        target = [
-            p if getattr(p, "dim", 0) < created.ndim or p == Replicate() else Replicate()
-            for p in self._placements
-        ]
-        if tuple(target) == replicated.placements:
-            return replicated
-        return replicated.redistribute(placements=target)

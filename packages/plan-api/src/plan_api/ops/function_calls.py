@@ -1,17 +1,59 @@
-"""Intercepts functions of torch while a module's own code runs."""
+"""Intercepts functions of torch: while a module's own code runs, or those that take DTensors."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.distributed.tensor import DTensor
+from torch.overrides import (
+    TorchFunctionMode,
+    handle_torch_function,
+    has_torch_function_unary,
+)
 
-__all__ = ["FunctionInterception", "InterceptedCalls", "TorchFunction"]
+__all__ = ["FunctionInterception", "InterceptedCalls", "TorchFunction", "replace_for_dtensors"]
 
 TorchFunction: TypeAlias = Callable[..., Any]
+
+
+def replace_for_dtensors(name: str, local: TorchFunction) -> Callable[[], None]:
+    """Replaces a function of `torch.nn.functional` where its first argument is a DTensor.
+
+    Modes of functions see one call, of the replacement with all arguments: some of torch's
+    functions pass only a part of theirs on to them, as `l1_loss` does.
+
+    Args:
+        name: of the function.
+        local: is called instead, with the function and its arguments; returns NotImplemented where
+            the function itself is right.
+
+    Returns:
+        the inverse, which leaves a function that others have put there since.
+    """
+    native: TorchFunction = getattr(nn.functional, name)
+
+    @functools.wraps(native)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else kwargs.get("input")
+        if has_torch_function_unary(first):
+            return handle_torch_function(replacement, (first,), *args, **kwargs)
+        if isinstance(first, DTensor):
+            result = local(native, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return native(*args, **kwargs)
+
+    setattr(nn.functional, name, replacement)
+
+    def restore() -> None:
+        if getattr(nn.functional, name) is replacement:
+            setattr(nn.functional, name, native)
+
+    return restore
 
 
 @dataclass

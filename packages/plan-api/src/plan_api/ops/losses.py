@@ -10,31 +10,40 @@ For losses of pairs of elements, such as `mse_loss`, torch's strategies divide b
 elements of a rank. The gradient of a mean over shards is then too large by the number of ranks that
 share the elements, which AdamW hides and clipping does not; the mean itself is the mean of the
 ranks' means, which differs where shards are uneven.
+
+Two kinds of losses are not one operator: cross entropy with label smoothing, for which DTensor
+cannot sum over sharded classes in place, and losses with weights, which divide by their sum. Their
+functions are replaced (`use_local_losses`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn._reduction import get_enum, legacy_get_string
 
 from plan_api.ops.cross_entropy import (
     MEAN,
     NONE,
     LogitsSharding,
     Targets,
+    cross_entropy,
     log_softmax,
     log_softmax_backward,
     nll_loss,
     nll_loss_backward,
 )
+from plan_api.ops.function_calls import replace_for_dtensors
 
-__all__ = ["loss_handlers"]
+__all__ = ["loss_handlers", "use_local_losses"]
 
 _Handler: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _Placements: TypeAlias = tuple[Placement, ...]
@@ -211,7 +220,7 @@ def _logits(dtensor: DTensor, dim: int) -> _Logits:
         length = dtensor.shape[dim]
         size = -(-length // mesh.size(class_axis))  # as torch.chunk splits
         first = min(size * mesh.get_local_rank(class_axis), length)
-    sharding = LogitsSharding(mesh, dim, class_axis, first, rows)
+    sharding = LogitsSharding(mesh, dim, class_axis, first, dtensor.shape[dim], rows)
     return _Logits(dtensor._local_tensor, dtensor.shape, placed, sharding)
 
 
@@ -222,6 +231,117 @@ def _without(placement: Any, dim: int) -> Placement:
     if type(placement) is Shard:
         return Shard(placement.dim - 1)
     return _StridedShard(placement.dim - 1, split_factor=placement.split_factor)
+
+
+def use_local_losses() -> Callable[[], None]:
+    """Replaces losses of `torch.nn.functional` where they are not one operator.
+
+    Returns:
+        the inverse.
+    """
+    restores = [replace_for_dtensors("cross_entropy", _smoothed_cross_entropy)]
+    restores += [replace_for_dtensors(name, _weighted_mean) for name in WEIGHTED_MEANS]
+
+    def restore() -> None:
+        for one in restores:
+            one()
+
+    return restore
+
+
+# They divide by the sum of the weights; `huber_loss` and binary cross entropies do not.
+WEIGHTED_MEANS = ("mse_loss", "l1_loss")
+
+
+def _smoothed_cross_entropy(
+    _: object,
+    input: DTensor,  # noqa: A002  # torch's name
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    if not label_smoothing or target.is_floating_point():
+        return NotImplemented
+    logits = _logits(input, min(1, input.ndim - 1))
+    if logits.is_replicated:
+        return NotImplemented
+    if size_average is not None or reduce is not None:
+        reduction = legacy_get_string(size_average, reduce)
+    local = _differentiable_part(input, logits.placements, input.device_mesh)
+    loss = cross_entropy(
+        local, *logits.parts(target, weight), get_enum(reduction), ignore_index, logits.sharding,
+        label_smoothing,
+    )  # fmt: skip
+    if reduction != "none":
+        return logits.wrap(loss, logits.sum_placements, torch.Size([]))
+    shape = torch.Size(s for dim, s in enumerate(logits.shape) if dim != logits.sharding.dim)
+    return logits.wrap(loss, logits.row_placements, shape)
+
+
+def _weighted_mean(native: Any, *args: Any, **kwargs: Any) -> Any:
+    arguments = inspect.signature(native).bind(*args, **kwargs).arguments
+    lead, weight = arguments["input"], arguments.get("weight")
+    placements: _Placements = tuple(
+        Replicate() if placement.is_partial() else placement for placement in lead.placements
+    )
+    is_replicated = all(placement.is_replicate() for placement in placements)
+    if weight is None or is_replicated or not is_mean(arguments) or weight.requires_grad:
+        return NotImplemented
+    mesh = lead.device_mesh
+    local = _differentiable_part(lead, placements, mesh)
+    target = _differentiable_part(arguments["target"], placements, mesh)
+    rows = tuple(axis for axis, one in enumerate(placements) if not one.is_replicate())
+    weights = _local_part(weight, placements, mesh)
+    loss = weighted_mean(native, local, target, weights, mesh, rows)
+    summed = tuple(Partial() if axis in rows else Replicate() for axis in range(mesh.ndim))
+    return _wrap(loss, summed, torch.Size([]), mesh)
+
+
+def weighted_mean(
+    loss: Callable[..., torch.Tensor],
+    input: torch.Tensor,  # noqa: A002  # torch's name
+    target: torch.Tensor,
+    weight: torch.Tensor,
+    mesh: DeviceMesh,
+    axes: Sequence[int],
+) -> torch.Tensor:
+    """Computes this rank's term of a loss that is divided by the sum of all weights.
+
+    Args:
+        loss: of `torch.nn.functional`, one of `WEIGHTED_MEANS`.
+        input: local.
+        target: local.
+        weight: local.
+        mesh: of the tensors.
+        axes: that shard them.
+    """
+    total = weight.sum()
+    for axis in axes:
+        total = funcol.all_reduce(total, "sum", (mesh, axis))
+    return loss(input, target, reduction="sum", weight=weight) / total
+
+
+def is_mean(arguments: Mapping[str, Any]) -> bool:
+    """Whether arguments of a loss, by name, ask for a mean."""
+    legacy = arguments.get("size_average"), arguments.get("reduce")
+    if legacy != (None, None):  # deprecated, but torch still applies them
+        return legacy_get_string(*legacy, emit_warning=False) == "mean"
+    return bool(arguments.get("reduction", "mean") == "mean")
+
+
+def _differentiable_part(
+    tensor: torch.Tensor, placements: _Placements, mesh: DeviceMesh
+) -> torch.Tensor:
+    """Returns the local tensor in given placements, whose gradient has them too."""
+    if not isinstance(tensor, DTensor):
+        return _local_part(tensor, placements, mesh)
+    if tensor.placements != placements:
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local(grad_placements=placements)
 
 
 def _elementwise_loss(

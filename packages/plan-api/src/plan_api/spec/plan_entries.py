@@ -161,20 +161,28 @@ class PlanEntries:
             )
         return self._add(EntryKind.ANNOTATE, path, mesh, placements)
 
-    def factory(self, path: str, placements: Placements, mesh: Axes = None) -> Self:
+    def factory(
+        self, path: str, placements: Placements, mesh: Axes = None, *, sizes: str = "global"
+    ) -> Self:
         """Places the tensors that modules create while they run, by `torch.zeros` and the like.
 
-        Where modules with an entry are nested, the entry of the innermost applies.
+        Where modules with an entry are nested, the entry of the innermost applies. Static mode has
+        no DTensors, and takes this rank's shard of what the code creates.
 
         Args:
             path: of modules, with all that they call.
             placements: one, or one per axis; a tensor that lacks the dim of a shard is replicated.
             mesh: the axes.
+            sizes: which sizes the code passes for sharded dims in static mode: ``"global"``, as
+                from a config, or ``"local"``, from the shape of a tensor that is sharded alike.
+                In Eager all sizes are global.
 
         Raises:
-            ValueError: as `shard`; or the path names a tensor.
+            ValueError: as `shard`; or the path names a tensor, or there are no such sizes.
         """
-        return self._add(EntryKind.FACTORY, path, mesh, placements)
+        _check_among(sizes, ("global", "local"), f"factory({path!r}): sizes")
+        options = {} if sizes == "global" else {"sizes": sizes}
+        return self._add(EntryKind.FACTORY, path, mesh, placements, options=options)
 
     def local(self, path: str, placements: Placements, mesh: Axes = None) -> Self:
         """Runs modules on this rank's local tensors of their inputs and parameters.

@@ -28,6 +28,7 @@ _REQUIRED = {"verb", "path", "axes", "dst", "phase"}
 _ROW = ("verb", "path", "pattern", "axes", *_LISTS, "options", "phase", "line")
 _OPTIONS = {
     EntryKind.SHARD: ("unit",),
+    EntryKind.FACTORY: ("sizes",),
     EntryKind.INDEX: ("count", "flag"),
     EntryKind.DISPATCH: ("tokens", "weights", "count"),
     EntryKind.FULLY_SHARD: ("granularity", "reshard_after_forward", "flat", "replicate"),

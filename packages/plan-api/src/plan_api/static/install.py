@@ -32,7 +32,11 @@ from plan_api.static.local_params import (
     create_local_params,
     install_unsharding,
 )
-from plan_api.static.operators import install_operators
+from plan_api.static.operators import (
+    install_factories,
+    install_initializers,
+    install_operators,
+)
 from plan_api.static.optimizer import restore_interrupted_steps, step_on_local_params
 from plan_api.static.redistribute import SiteTypes, StaticRedistribution, static_transform
 
@@ -84,13 +88,14 @@ def install_static(
         model, lowered.runs_on_dtensors, reduced_by_fsdp, with_phases
     )
     call_coverage = CallCoverage()
-    handles: list[RemovableHandle] = []
+    handles: list[RemovableHandle] = [*install_initializers(model, local_params)]
     for path in lowered.eager:
         handles += install_eager_fallback(
             model, path, lowered.sites, lowered.indices, mesh, coverage
         )
     for site in static_sites(model, lowered, mesh):
         handles += _install_site(site, model, lowered, mesh, coverage, call_coverage, types)
+    handles += install_factories(model, lowered.sites, mesh, lowered.runs_on_dtensors)
     for path, indices in lowered.indices.items():
         if not lowered.runs_on_dtensors(path):
             handles += install_expert_indices(model.get_submodule(path), indices, mesh, path)

@@ -143,6 +143,11 @@ class LocalParam(GradientLeaf):
         """Whether the local parameter shares the memory that its parameter has now."""
         return self._source is self.param._local_tensor
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether modules find the local parameter."""
+        return any(module.__dict__.get(name) is self.tensor for module, name in self._alive_users())
+
     def show(self) -> None:
         """Lets modules find the local parameter; on ``meta`` the parameter, for initialisers."""
         if self.tensor.is_meta or not self.visible:

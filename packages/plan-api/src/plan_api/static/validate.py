@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
 
 from plan_api.lowering.fully_shard import entry_for, is_sharded_by_plan
 from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site
@@ -14,7 +13,7 @@ from plan_api.lowering.model_names import named_state
 from plan_api.static.comparison import StaticError
 from plan_api.static.eager_fallback import check_boundaries
 from plan_api.static.embeddings import static_sites
-from plan_api.static.operators import check_operators
+from plan_api.static.operators import check_factory, check_operators
 from plan_api.static.redistribute import StaticRedistribution, static_transform
 
 __all__ = ["unsupported_options", "validate_static"]
@@ -62,8 +61,8 @@ def unsupported_options(lowered: Lowered, mesh: DeviceMesh) -> Iterator[StaticEr
         mesh: the plan's mesh.
 
     Yields:
-        an error for each parameter with phases that fully_shard manages, context parallel site, and
-        module that shards the tensors it creates; each names the entry's line and the remedy.
+        an error for each parameter with phases that fully_shard manages, and for each context
+        parallel site; each names the entry's line and the remedy.
     """
     for name, schedule in lowered.schedules.items():
         entry = entry_for(name, lowered.fully_sharded)
@@ -81,15 +80,6 @@ def unsupported_options(lowered: Lowered, mesh: DeviceMesh) -> Iterator[StaticEr
             )
     for site in lowered.sites:
         for step in site.steps:
-            if step.kind is OpKind.FACTORY and any(
-                m.dst != Replicate() for m in step.moves.values()
-            ):
-                placements = [move.dst for move in step.moves.values()]
-                yield StaticError(
-                    f"{site.name}: expected replicated tensors from factory(), as in static mode a "
-                    f"module creates local tensors, got {placements}; use mode='eager'",
-                    site.path,
-                )
             if step.kind in (OpKind.CONTEXT, OpKind.ORDER):
                 yield StaticError(
                     f"{site.name}:{step.tensor}:{step.index}: context parallelism takes the global "
@@ -115,6 +105,8 @@ def _site_problems(site: Site, mesh: DeviceMesh) -> Iterator[str]:
         try:
             if site.hook_point.is_module_hook and step in site.moved:
                 static_transform(site, step, mesh)
+            elif step.kind is OpKind.FACTORY:
+                check_factory(site, step)
             elif site.hook_point is HookPoint.RUN and step.kind is OpKind.REDIST:
                 StaticRedistribution(step, mesh, site.name)
         except ValueError as error:

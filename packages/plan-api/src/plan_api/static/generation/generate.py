@@ -83,10 +83,10 @@ def generate_static(
 
     Raises:
         ValueError: ``communication`` has no such value; the plan has options that static mode does
-            not support (context parallelism, factories that shard, phases beside fully_shard), the
-            model does not take these inputs, or fully_shard has been applied to it; raised before
-            anything is run or sent. Or no module smaller than the model could run on DTensors;
-            names module, operator and placements, as the warning would.
+            not support (context parallelism, phases beside fully_shard), the model does not take
+            these inputs, or fully_shard has been applied to it; raised before anything is run or
+            sent. Or no module smaller than the model could run on DTensors; names module, operator
+            and placements, as the warning would.
     """
     if communication not in ("planned", "as written"):
         raise ValueError(

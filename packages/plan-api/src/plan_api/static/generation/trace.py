@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -262,11 +263,12 @@ def _trace_module(
 
 
 _FUNCTIONS = {
-    getattr(namespace, name): name
+    inspect.unwrap(getattr(namespace, name)): name
     for name in (
-        "dropout", "cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
-        "binary_cross_entropy", "binary_cross_entropy_with_logits", "embedding", "view", "reshape",
-        "split",
+        "dropout", "scaled_dot_product_attention", "cross_entropy", "nll_loss", "mse_loss",
+        "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+        "binary_cross_entropy_with_logits", "batch_norm", "group_norm", "embedding",
+        "view", "reshape", "split",
     )
     for namespace in (F, torch, torch.Tensor)
     if hasattr(namespace, name)
@@ -298,10 +300,10 @@ class _FunctionTrace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = _FUNCTIONS.get(func)
+        name = _FUNCTIONS.get(inspect.unwrap(func))
         # The tensor of an embedding that may be sharded is its table, the second argument.
         first = args[name == "embedding"] if len(args) > (name == "embedding") else None
-        if name is None or not isinstance(first, torch.Tensor):
+        if name is None or not isinstance(first, torch.Tensor) or _is_local(name, args, kwargs):
             return result
         number = self._counts[-1][name]
         self._counts[-1][name] += 1
@@ -314,6 +316,13 @@ class _FunctionTrace(TorchFunctionMode):
             )  # fmt: skip
             self._trace.calls.append(call)
         return result
+
+
+def _is_local(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether a rank computes its part alone: attention that draws no random numbers."""
+    if name != "scaled_dot_product_attention":
+        return False
+    return not (args[4] if len(args) > 4 else (kwargs or {}).get("dropout_p"))
 
 
 def _plain_shards(placements: Placements) -> Placements:

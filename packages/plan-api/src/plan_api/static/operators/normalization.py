@@ -1,0 +1,45 @@
+"""Batch and group norm: statistics of the global tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from plan_api.ops.function_calls import TorchFunction
+from plan_api.ops.normalization import batch_norm as local_batch_norm
+from plan_api.ops.normalization import groups_of_rank
+from plan_api.static.operators.shards import Placements
+
+__all__ = ["batch_norm", "group_norm"]
+
+
+def batch_norm(function: TorchFunction, mesh: DeviceMesh, placements: Placements) -> TorchFunction:
+    """Normalizes by the statistics of all ranks that shard the batch; channels may be sharded."""
+    axes = [
+        axis
+        for axis, one in enumerate(placements)
+        if not one.is_replicate() and not one.is_shard(1)
+    ]
+
+    def global_batch_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return local_batch_norm(function, mesh, axes, *args, **kwargs)
+
+    return global_batch_norm
+
+
+def group_norm(function: TorchFunction, mesh: DeviceMesh, placements: Placements) -> TorchFunction:
+    """Normalizes this rank's groups of channels, of which the code has the global number."""
+
+    def group_norm_of_rank(
+        input: torch.Tensor,  # noqa: A002  # torch's name
+        num_groups: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        groups = groups_of_rank(num_groups, mesh, placements)
+        result: torch.Tensor = function(input, groups, *args, **kwargs)
+        return result
+
+    return group_norm_of_rank

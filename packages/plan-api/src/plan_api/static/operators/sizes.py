@@ -1,0 +1,77 @@
+"""Global sizes that a model's code passes to functions, and tables with a shard of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from plan_api.ops.cross_entropy import LogitsSharding
+from plan_api.ops.function_calls import TorchFunction
+from plan_api.static.operators.shards import Placements, sharding_of_classes, shards_of
+
+__all__ = ["embedding", "sized", "split"]
+
+
+def sized(function: TorchFunction, mesh: DeviceMesh, placements: Placements) -> TorchFunction:
+    """Divides the global sizes that code passes to `view` or `reshape` by the ranks that shard."""
+    shards = shards_of(mesh, placements)
+
+    def with_local_sizes(tensor: torch.Tensor, *sizes: Any, **kwargs: Any) -> Any:
+        shape = [*(sizes[0] if sizes and isinstance(sizes[0], Sequence) else sizes)]
+        shape = shape or [*kwargs.pop("shape", kwargs.pop("size", ()))]
+        for dim, ranks in shards:
+            if dim >= len(shape):  # not the annotated tensor: labels beside logits, for instance
+                continue
+            shape[dim] = _local_size(shape[dim], ranks, function)
+        return function(tensor, tuple(shape), **kwargs)
+
+    return with_local_sizes
+
+
+def split(function: TorchFunction, mesh: DeviceMesh, placements: Placements) -> TorchFunction:
+    """Divides the global sizes that code passes to `split` by the ranks that shard the dim."""
+    shards = dict(shards_of(mesh, placements))
+
+    def with_local_sizes(tensor: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
+        ranks = shards.get(dim % tensor.ndim, 1)
+        if isinstance(split_size, Sequence):
+            return function(tensor, [_local_size(one, ranks, function) for one in split_size], dim)
+        return function(tensor, _local_size(split_size, ranks, function), dim)
+
+    return with_local_sizes
+
+
+def embedding(function: TorchFunction, mesh: DeviceMesh, placements: Placements) -> TorchFunction:
+    """Looks up this rank's rows of a table; rows of other ranks are zero, for a Partial result."""
+    shardings: dict[torch.Size, LogitsSharding] = {}
+
+    def sharded_embedding(
+        input: torch.Tensor,  # noqa: A002  # torch's name
+        weight: torch.Tensor,
+        *options: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if weight.shape not in shardings:
+            shardings[weight.shape] = sharding_of_classes(
+                weight, 0, mesh, placements, "embedding: rows"
+            )
+        local = input - shardings[weight.shape].first
+        elsewhere = (local < 0) | (local >= weight.shape[0])
+        rows: torch.Tensor = function(local.masked_fill(elsewhere, 0), weight, *options, **kwargs)
+        return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+    return sharded_embedding
+
+
+def _local_size(size: int, ranks: int, function: TorchFunction) -> int:
+    if size == -1:
+        return size
+    if size % ranks:
+        raise ValueError(
+            f"{function.__name__}: expected a size that {ranks} ranks divide, as static mode has "
+            f"even shards only, got {size}; use mode='eager'"
+        )
+    return size // ranks
