@@ -216,6 +216,7 @@ def test_actions_of_the_wrong_type_do_not_compile(tmp_path):
     assert failed.stderr.count("dtensor_rules: a rule's action takes one const Call&") == 2
 
 
+@pytest.mark.slow  # compiles once more
 def test_the_example_in_cpp_compiles_by_its_command_and_runs(tmp_path):
     section = PAGE.partition("### From C++")[2].partition("\n## ")[0]
     (source,) = re.findall(r"^```cpp\n(.*?)^```", section, re.MULTILINE | re.DOTALL)

@@ -16,6 +16,7 @@ from testkit import run_ranks
 SCRIPT = Path(__file__).with_name("gathers_in_flight.py")
 
 
+@pytest.mark.slow  # thousands of gathers
 def test_many_at_once_leave_the_heap_whole():
     done = subprocess.run(
         [sys.executable, SCRIPT, "enabled"],
