@@ -29,6 +29,8 @@ def hidden(name):
     return PACKAGES - brought | ALSO_WITHOUT.get(name, set())
 
 
+# `nox -s wheels` runs them in environments that have nothing else.
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "example"), SHOWN)
 def test_an_example_runs_alone(name, example, tmp_path):
