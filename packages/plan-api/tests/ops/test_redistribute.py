@@ -274,11 +274,16 @@ def test_other_axes_of_a_dtensor_stay(mesh):
     assert both.placements == (R, R)
 
 
-def test_an_equal_mesh_of_another_process_group_is_not_confused():
-    for _ in range(2):
-        with fake_mesh((2,), ("tp",)) as mesh, CommLog() as log:
-            redistribute(X, P, R, mesh["tp"])
-        assert log.counts() == {"all_reduce": 1}
+def test_an_equal_mesh_with_other_process_groups_is_not_confused():
+    with fake_mesh((2, 2), ("dp", "tp")) as first:
+        second = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        assert first == second
+        groups = [mesh["tp"].get_group().group_name for mesh in (first, second)]
+        with CommLog() as log:
+            for mesh in (first, second):
+                redistribute(X, P, R, mesh["tp"])
+        assert groups[0] != groups[1]
+        assert [call.group for call in log.calls] == groups
 
 
 @pytest.mark.slow
