@@ -57,8 +57,9 @@ def parallelize(
             (veScale, section 6.2); parameters are DTensors to optimizers and checkpoints only.
         guard_steps: in static mode, the number of first calls with gradients that are validated
             against Eager before they run (`Installed.check`); differences above rounding are an
-            error. Each takes a step of Eager, and the memory of both modes; with fully_shard also
-            that of all unsharded parameters and their gradients; None: 1.
+            error, other collectives a warning. Each takes a step of Eager, and the memory of both
+            modes; with fully_shard also that of all unsharded parameters and their gradients;
+            None: 1.
         src_data_rank: the rank along each axis of the mesh whose parameters all ranks get; None:
             each rank shards its own, without communication, for models that are the same on all
             ranks. Parameters on ``meta`` have no values to send, and those of `deferred_init` have

@@ -68,7 +68,8 @@ class Installed:
             kwargs: of the model.
 
         Returns:
-            the differences within rounding, on this rank.
+            the differences that are no errors, on this rank: those within rounding, and collectives
+            that differ in kind, number or bytes.
 
         Raises:
             ValueError: the model is not in static mode; or, on every rank, static mode and

@@ -104,10 +104,12 @@ def in_region(mesh):
     return plan.redistribute("mlp.<in>", R, R, "tp", grad_src=R, grad_dst=R)
 
 
-def train(model, steps=4):
-    losses = models.train(model, lambda model: model(torch.randn(4, 4)), steps=steps)
-    params = [param.detach() for param in model.parameters()]
-    return losses, [one.full_tensor() if isinstance(one, DTensor) else one for one in params]
+def train(model):
+    """Returns the losses of steps of AdamW, and the gradients of one more, as it hides factors."""
+    losses = models.train(model, lambda model: model(torch.randn(4, 4)))
+    model(torch.randn(4, 4)).backward()
+    found = [tensor for param in model.parameters() for tensor in (param.detach(), param.grad)]
+    return losses, [one.full_tensor() if isinstance(one, DTensor) else one for one in found]
 
 
 CASES = {
@@ -156,6 +158,37 @@ def test_modules_that_communicate_train_as_on_one_device_in_both_modes():
             assert losses_there == reference, name
             assert all(map(torch.equal, params_there, reference_params)), name
             assert differences == on_dtensors == (), name
+
+
+class Normed(Mlp):
+    """Gathers its input for a norm, whose gradient is therefore that of one device."""
+
+    def __init__(self, mesh):
+        super().__init__(mesh)
+        self.norm = nn.LayerNorm(4)
+
+    def shared(self, x):
+        gathered = redistribute(x, S0, R, self.mesh, grad_src=R)
+        return super().shared(self.norm(gathered))
+
+
+@pytest.mark.ranks
+def test_a_plan_says_how_the_gradients_of_a_module_on_local_tensors_are_placed():
+    """By default it takes those of its norm for Partial, as its input is sharded."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        sharded = weights(mesh).redistribute("mlp.<in>", R, S0, "tp")
+        local = sharded | Plan(mesh).local("mlp", R, "tp")
+        annotated = local | Plan(mesh).annotate(r"mlp\.norm\.(weight|bias).grad", R, "tp")
+        return [
+            train(parallelize(Model(Normed, mesh["tp"]), plan, use=()))
+            for plan in (sharded, local, annotated)
+        ]
+
+    for (_, expected), (_, by_default), (_, annotated) in run_ranks(check, 2):
+        assert not all(map(torch.equal, by_default, expected))
+        assert all(map(torch.equal, annotated, expected))
 
 
 @pytest.fixture
@@ -241,11 +274,16 @@ def test_other_axes_of_a_dtensor_stay(mesh):
     assert both.placements == (R, R)
 
 
-def test_an_equal_mesh_of_another_process_group_is_not_confused():
-    for _ in range(2):
-        with fake_mesh((2,), ("tp",)) as mesh, CommLog() as log:
-            redistribute(X, P, R, mesh["tp"])
-        assert log.counts() == {"all_reduce": 1}
+def test_an_equal_mesh_with_other_process_groups_is_not_confused():
+    with fake_mesh((2, 2), ("dp", "tp")) as first:
+        second = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        assert first == second
+        groups = [mesh["tp"].get_group().group_name for mesh in (first, second)]
+        with CommLog() as log:
+            for mesh in (first, second):
+                redistribute(X, P, R, mesh["tp"])
+        assert groups[0] != groups[1]
+        assert [call.group for call in log.calls] == groups
 
 
 @pytest.mark.slow

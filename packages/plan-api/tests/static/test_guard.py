@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -187,6 +188,18 @@ def _loss(make, model):
     return LOSSES[make](model)
 
 
+@contextmanager
+def _logged():
+    """Yields the messages that are logged inside of the block, on this rank."""
+    messages, handler = [], logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("plan_api").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("plan_api").removeHandler(handler)
+
+
 def _first_steps():
     """Returns by name the type, site and message of the first step's error; None without one."""
     meshes = {
@@ -196,10 +209,13 @@ def _first_steps():
     for name, (shape, make, plan, *_) in (RIGHT | WRONG).items():
         model = parallelize(make(), plan(meshes[shape]), mode="static")
         try:
-            _loss(make, model)
+            with _logged() as messages:
+                _loss(make, model)
             found[name] = None
         except ValueError as error:
             found[name] = type(error).__name__, getattr(error, "site", None), str(error)
+        if name in RIGHT:
+            found[name, "logged"] = [one.splitlines()[-1] for one in messages]
     shape, make, plan, *_ = WRONG["norms' gradients under sequence parallelism"]
     model = parallelize(make(), plan(meshes[shape]), mode="static", guard_steps=0)
     found["not guarded"] = _loss(make, model).item()
@@ -212,6 +228,11 @@ def test_plans_with_one_wrong_line_are_refused_in_the_first_step_by_site():
     for found in run_ranks(_first_steps, 2, timeout=500):
         assert found.pop("not guarded") > 0  # guard_steps=0
         assert {name: error for name, error in found.items() if name in RIGHT and error} == {}
+        logged = {name: found[name, "logged"] for name in RIGHT if found[name, "logged"]}
+        # Which DTensor gathers, as the model indexes it.
+        (message,) = logged.pop("llama with padding")
+        assert "0 all_gather of 0 bytes along 'dp', in Eager 1 of 32 bytes" in message
+        assert logged == {}
         for name, (*_, site, _) in WRONG.items():
             assert found[name] is not None, name
             kind, found_site, message = found[name]
@@ -423,17 +444,13 @@ def test_collectives_that_eager_sends_besides_are_logged_with_their_module():
 
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        messages = []
-        handler = logging.Handler()
-        handler.emit = lambda record: messages.append(record.getMessage())
-        logging.getLogger("plan_api").addHandler(handler)
         found = []
-        for make in (TwoLinears, Gathering):
-            model = parallelize(make(), _sharded(mesh), mode="static")
-            batch = torch.randn(4, 4, requires_grad=True)
-            model(batch).sum().backward()
-            found.append(installed(model).check(batch))
-        logging.getLogger("plan_api").removeHandler(handler)
+        with _logged() as messages:
+            for make in (TwoLinears, Gathering):
+                model = parallelize(make(), _sharded(mesh), mode="static")
+                batch = torch.randn(4, 4, requires_grad=True)
+                model(batch).sum().backward()
+                found.append(installed(model).check(batch))
         return found, messages
 
     for (none, (difference,)), (message,) in run_ranks(check, 2):
