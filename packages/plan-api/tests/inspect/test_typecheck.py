@@ -49,7 +49,8 @@ ZOO = {
         llama, lambda mesh: zoo.llama(mesh, dp="dp").fully_shard("", "dp"), True,
     ),
     "llama, sdpa": (
-        partial(models.llama, attn_implementation="sdpa"), partial(zoo.llama, dp="dp"), True,
+        partial(models.llama, attn_implementation="sdpa", attention_dropout=0.1),
+        partial(zoo.llama, dp="dp"), True,
     ),
     "gpt2": (models.gpt2, partial(zoo.gpt2, dp="dp"), True),
     "gpt2, sequence parallel": (models.gpt2, partial(zoo.gpt2, dp="dp", sp=True), True),

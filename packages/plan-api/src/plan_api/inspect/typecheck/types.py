@@ -20,6 +20,7 @@ all-reduce. Operators then propagate the types, and refuse those that they canno
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -43,9 +44,11 @@ __all__ = ["PlanTypes", "TypedOperators"]
 
 _LOSSES = (
     "cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
+    "binary_cross_entropy_with_logits", "nll_loss",
 )  # fmt: skip
-_MEANS = {getattr(F, name) for name in _LOSSES}
+# Their results are placed as their first tensor.
+_PLACED_AS_INPUT = ("dropout", "scaled_dot_product_attention", "batch_norm", "group_norm")
+_MEANS = {inspect.unwrap(getattr(F, name)) for name in _LOSSES}
 
 
 class PlanTypes:
@@ -119,7 +122,7 @@ class PlanTypes:
     def operator(self, site: Site, step: SiteStep, function: TorchFunction) -> TorchFunction:
         """Returns what replaces an operator: it checks the first tensor, and types the result."""
         name = str(step.index).partition(":")[0]
-        if name not in (*_LOSSES, "dropout"):
+        if name not in (*_LOSSES, *_PLACED_AS_INPUT):
             return function  # torch's operator on local tensors, whose types are propagated
         annotation = _TypedAnnotation(self, site, step)
 
@@ -144,7 +147,7 @@ class PlanTypes:
         It is a rank's term of a sum, or the losses of its rows; along an axis that shards classes
         it is whole, as cross entropy reduces over them in forward and backward.
         """
-        classes = min(1, tensor.ndim - 1) if name == "cross_entropy" else None
+        classes = min(1, tensor.ndim - 1) if name in ("cross_entropy", "nll_loss") else None
         of_rows = self.spmd.P if loss.ndim == 0 else self.spmd.V
         return {
             axis: self.spmd.I if getattr(move.dst, "dim", None) == classes else of_rows
@@ -233,7 +236,7 @@ class TypedOperators(TorchFunctionMode):
             return func(*args, **kwargs)
         operands = [*filter(_is_tensor, tree_leaves((args, kwargs)))]
         self._mix_without_gradients(operands)
-        if func in _MEANS and kwargs.get("reduction", "mean") == "mean":
+        if inspect.unwrap(func) in _MEANS and kwargs.get("reduction", "mean") == "mean":
             self._refuse_local_mean(func.__name__, operands)
         try:
             result = func(*args, **kwargs)
