@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from plan_api.lowering.ir import HookPoint, Site, SiteStep
+from plan_api.lowering.ir import HookPoint, OpKind, Site, SiteStep
 from plan_api.ops.function_calls import TorchFunction
 from plan_api.runtime.hooks import TensorTransform
 from plan_api.spec.axes import axis_names
@@ -121,6 +121,8 @@ class PlanTypes:
 
     def operator(self, site: Site, step: SiteStep, function: TorchFunction) -> TorchFunction:
         """Returns what replaces an operator: it checks the first tensor, and types the result."""
+        if step.kind is OpKind.FACTORY:
+            return self._creation(step, function)
         name = str(step.index).partition(":")[0]
         if name not in (*_LOSSES, *_PLACED_AS_INPUT):
             return function  # torch's operator on local tensors, whose types are propagated
@@ -133,9 +135,28 @@ class PlanTypes:
                 result = function(*args, **kwargs)
                 result = result.view_as(result) if result is first else result
             types = self.types_of(first)
+            if not first.requires_grad:  # R, which the result need not be, as it may have one
+                types = {axis: one for axis, one in types.items() if one is not self.spmd.R}
             if name in _LOSSES:
                 types |= self._of_loss(name, first, result, step)
             return self.assign(result, types)
+
+        return typed
+
+    def _creation(self, step: SiteStep, create: TorchFunction) -> TorchFunction:
+        """Returns what creates tensors, and types them as the shards that they are."""
+
+        def typed(*args: Any) -> Any:
+            with self.spmd.no_typecheck():
+                created = create(*args)
+            if not _is_tensor(created):
+                return created
+            sharded = [
+                axis
+                for axis, move in step.moves.items()
+                if getattr(move.dst, "dim", created.ndim) < created.ndim
+            ]
+            return self.assign(created, dict.fromkeys(sharded, self.spmd.V))
 
         return typed
 
