@@ -41,11 +41,14 @@ def parallelize(
     - DTensor's strategies for fused attention on CPU
       (``_scaled_dot_product_flash_attention_for_cpu`` and its backward), for which torch has none;
     - ``torch.nn.functional.scaled_dot_product_attention``, which runs on the local tensors of
-      DTensors where it has a mask or torch's math backend computes it;
+      DTensors where it has a mask or dropout, or torch's math backend computes it;
+    - ``batch_norm``, ``group_norm``, ``cross_entropy`` with label smoothing, and ``mse_loss`` and
+      ``l1_loss`` with weights, of ``torch.nn.functional``, which do so for shards;
     - DTensor's handlers of ``_log_softmax``, ``nll_loss``, ``mse_loss``, ``smooth_l1_loss``,
       ``huber_loss``, ``binary_cross_entropy``, ``soft_margin_loss`` and their backward;
     - from torch 2.14 on, DTensor's strategy for ``convolution_backward``, which is removed;
-    - in static mode, a hook before and after the step of every optimizer;
+    - in static mode, a hook before and after the step of every optimizer, and the functions of
+      ``torch.nn.init``, which take the parameter where they get a module's local tensor;
     - the patches of ``dist_rng.install()`` and ``dtensor_rules.enable()``, if they are in use.
 
     Args:

@@ -49,7 +49,8 @@ ZOO = {
         llama, lambda mesh: zoo.llama(mesh, dp="dp").fully_shard("", "dp"), True,
     ),
     "llama, sdpa": (
-        partial(models.llama, attn_implementation="sdpa"), partial(zoo.llama, dp="dp"), True,
+        partial(models.llama, attn_implementation="sdpa", attention_dropout=0.1),
+        partial(zoo.llama, dp="dp"), True,
     ),
     "gpt2": (models.gpt2, partial(zoo.gpt2, dp="dp"), True),
     "gpt2, sequence parallel": (models.gpt2, partial(zoo.gpt2, dp="dp", sp=True), True),
@@ -157,6 +158,31 @@ def test_refusals_name_site_entry_and_remedy(mesh):
     assert error.site == ""
     assert "expected a loss with a gradient that is the same on all ranks" in str(error)
     assert "'tp', got type R" in str(error)
+
+
+class Positions(nn.Module):
+    """A batch norm, rows' numbers that forward creates, and the loss with label smoothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x, labels):
+        rows = torch.arange(x.shape[0], dtype=torch.float)
+        logits = self.head(self.norm(x)) + rows.unsqueeze(1)
+        return nn.functional.cross_entropy(logits, labels, label_smoothing=0.1), rows
+
+
+def test_norms_and_created_tensors_are_shards(mesh):
+    plan = Plan(mesh).annotate(r".*\.grad", P, "dp").factory("", S0, "dp", sizes="local")
+    for name in ("x", "labels"):
+        plan.redistribute(f"<in:{name}>", R, S0, "dp")
+    plan.annotate("norm.<op:batch_norm>", S0, "dp").annotate("<op:cross_entropy>", S0, "dp")
+    plan.redistribute("<out:0>", P, R, "dp")
+    batch = (torch.randn(4, 4), torch.randint(0, 4, (4,)))
+    error = refusal(plan, Positions(), batch)
+    assert "got a tensor of (2,), dp=V, tp=R" in str(error)
+    typecheck(plan.annotate("<out:1>", S0, "dp"), Positions(), batch)
 
 
 def test_gradients_of_activations_are_refused_where_they_are_not_reduced(mesh):

@@ -101,6 +101,10 @@ def plan_of(options: Mapping[str, Any], mesh: DeviceMesh) -> Plan:
         _experts_along_tp(plan, options["experts"])
     if "factory" in options:
         plan.factory("positions", [Shard(0) if a == "tp" else _REPLICATED for a in plan.axes])
+        plan.redistribute("positions.<in>", _REPLICATED, Shard(2), "tp")
+        plan.redistribute(
+            "positions.<out>", Shard(2), _REPLICATED, "tp", grad_src=_REPLICATED
+        )  # fmt: skip
     if "eager" in options:
         plan.eager("mlp")
         if "dp" in plan.axes:

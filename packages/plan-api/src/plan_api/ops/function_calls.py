@@ -24,7 +24,7 @@ def replace_for_dtensors(name: str, local: TorchFunction) -> Callable[[], None]:
     """Replaces a function of `torch.nn.functional` where its first argument is a DTensor.
 
     Modes of functions see one call, of the replacement with all arguments: some of torch's
-    functions pass only a part of theirs on to them, as `l1_loss` does.
+    functions pass on a part only, as `l1_loss` does.
 
     Args:
         name: of the function.

@@ -95,7 +95,7 @@ def install_static(
         )
     for site in static_sites(model, lowered, mesh):
         handles += _install_site(site, model, lowered, mesh, coverage, call_coverage, types)
-    handles += install_factories(model, lowered.sites, mesh, lowered.runs_on_dtensors)
+    handles += install_factories(model, lowered.sites, mesh, lowered.runs_on_dtensors, types)
     for path, indices in lowered.indices.items():
         if not lowered.runs_on_dtensors(path):
             handles += install_expert_indices(model.get_submodule(path), indices, mesh, path)

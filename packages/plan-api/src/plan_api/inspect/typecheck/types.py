@@ -20,6 +20,7 @@ all-reduce. Operators then propagate the types, and refuse those that they canno
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from plan_api.lowering.ir import HookPoint, Site, SiteStep
+from plan_api.lowering.ir import HookPoint, OpKind, Site, SiteStep
 from plan_api.ops.function_calls import TorchFunction
 from plan_api.ops.redistribute import apply_redistribution
 from plan_api.runtime.hooks import TensorTransform
@@ -44,9 +45,11 @@ __all__ = ["PlanTypes", "TypedOperators"]
 
 _LOSSES = (
     "cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
+    "binary_cross_entropy_with_logits", "nll_loss",
 )  # fmt: skip
-_MEANS = {getattr(F, name) for name in _LOSSES}
+# Their results are placed as their first tensor.
+_PLACED_AS_INPUT = ("dropout", "scaled_dot_product_attention", "batch_norm", "group_norm")
+_MEANS = {inspect.unwrap(getattr(F, name)) for name in _LOSSES}
 
 
 class PlanTypes:
@@ -119,8 +122,10 @@ class PlanTypes:
 
     def operator(self, site: Site, step: SiteStep, function: TorchFunction) -> TorchFunction:
         """Returns what replaces an operator: it checks the first tensor, and types the result."""
+        if step.kind is OpKind.FACTORY:
+            return self._creation(step, function)
         name = str(step.index).partition(":")[0]
-        if name not in (*_LOSSES, "dropout"):
+        if name not in (*_LOSSES, *_PLACED_AS_INPUT):
             return function  # torch's operator on local tensors, whose types are propagated
         annotation = _TypedAnnotation(self, site, step)
 
@@ -131,9 +136,28 @@ class PlanTypes:
                 result = function(*args, **kwargs)
                 result = result.view_as(result) if result is first else result
             types = self.types_of(first)
+            if not first.requires_grad:  # R, which the result need not be, as it may have one
+                types = {axis: one for axis, one in types.items() if one is not self.spmd.R}
             if name in _LOSSES:
                 types |= self._of_loss(name, first, result, step)
             return self.assign(result, types)
+
+        return typed
+
+    def _creation(self, step: SiteStep, create: TorchFunction) -> TorchFunction:
+        """Returns what creates tensors, and types them as the shards that they are."""
+
+        def typed(*args: Any) -> Any:
+            with self.spmd.no_typecheck():
+                created = create(*args)
+            if not _is_tensor(created):
+                return created
+            sharded = [
+                axis
+                for axis, move in step.moves.items()
+                if getattr(move.dst, "dim", created.ndim) < created.ndim
+            ]
+            return self.assign(created, dict.fromkeys(sharded, self.spmd.V))
 
         return typed
 
@@ -145,7 +169,7 @@ class PlanTypes:
         It is a rank's term of a sum, or the losses of its rows; along an axis that shards classes
         it is whole, as cross entropy reduces over them in forward and backward.
         """
-        classes = min(1, tensor.ndim - 1) if name == "cross_entropy" else None
+        classes = min(1, tensor.ndim - 1) if name in ("cross_entropy", "nll_loss") else None
         of_rows = self.spmd.P if loss.ndim == 0 else self.spmd.V
         return {
             axis: self.spmd.I if getattr(move.dst, "dim", None) == classes else of_rows
@@ -236,7 +260,7 @@ class TypedOperators(TorchFunctionMode):
             return _TypedRedistribution(self._types, args[1].transform)(args[0])
         operands = [*filter(_is_tensor, tree_leaves((args, kwargs)))]
         self._mix_without_gradients(operands)
-        if func in _MEANS and kwargs.get("reduction", "mean") == "mean":
+        if inspect.unwrap(func) in _MEANS and kwargs.get("reduction", "mean") == "mean":
             self._refuse_local_mean(func.__name__, operands)
         try:
             result = func(*args, **kwargs)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from plan_api.ops.attention import attention_with_dropout, draws_attention_masks
 from plan_api.ops.function_calls import TorchFunction
 from plan_api.static.operators.shards import Placements, as_dtensor
+from plan_api.static.shadow_model import is_fake
 
 __all__ = ["attention", "dropout"]
 
@@ -55,7 +56,7 @@ def attention(function: TorchFunction, mesh: DeviceMesh, placements: Placements)
         nonlocal with_dropout
         result: torch.Tensor
         dropout_p = args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0)
-        if dropout_p == 0.0:
+        if dropout_p == 0.0 or is_fake(query):  # a FakeTensor draws nothing
             result = function(query, *args, **kwargs)
             return result
         if not draws_attention_masks(query):

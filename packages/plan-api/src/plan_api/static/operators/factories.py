@@ -17,6 +17,7 @@ from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.local_redistribute import LocalRedistribution, local_redistribution
 from plan_api.spec.axes import axis_names
 from plan_api.spec.placements import format_placement
+from plan_api.static.redistribute import SiteTypes
 
 __all__ = ["check_factory", "install_factories"]
 
@@ -36,7 +37,11 @@ def check_factory(site: Site, step: SiteStep) -> None:
 
 
 def install_factories(
-    model: nn.Module, sites: Iterable[Site], mesh: DeviceMesh, stays: Callable[[str], bool]
+    model: nn.Module,
+    sites: Iterable[Site],
+    mesh: DeviceMesh,
+    stays: Callable[[str], bool],
+    types: SiteTypes | None = None,
 ) -> Iterator[RemovableHandle]:
     """Installs hooks that take shards of the tensors that modules create.
 
@@ -45,11 +50,15 @@ def install_factories(
         sites: of the plan.
         mesh: of the plan.
         stays: whether the module of a path is an eager fallback.
+        types: types the tensors; None: they have none.
     """
     for site in sites:
         for step in site.steps:
             if step.kind is OpKind.FACTORY and not stays(site.path):
-                create = StepContext(site.name, step).wrap(_sharded(site, step, mesh))
+                create = _sharded(site, step, mesh)
+                if types is not None:
+                    create = types.operator(site, step, create)
+                create = StepContext(site.name, step).wrap(create)
                 yield from install_creation(model.get_submodule(site.path), create)
 
 
