@@ -27,7 +27,7 @@ def _two_linears():
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)])
 
 
-def _recorded(shard, mesh):
+def _recorded(shard, mesh, prepare=lambda model, recorder: None):
     """Records the second step of two Linears on fake tensors."""
     recorder = EventRecorder()
     with recorder:
@@ -35,6 +35,7 @@ def _recorded(shard, mesh):
             model = _two_linears()
         model = shard(model, mesh).to_empty(device="cpu")
         recorder.watch(model)
+        prepare(model, recorder)
         for _ in range(2):
             model.zero_grad()
             recorder.start_step()
@@ -83,6 +84,18 @@ def test_memory_by_kind_of_fully_shard():
     assert recorder.worst[MemoryKind.GATHERED] == 2 * NBYTES
     flops = sum(event.flops for event in recorder.events if isinstance(event, ComputeWork))
     assert flops == 5 * 2 * ROWS * WIDTH * WIDTH  # the input needs no gradient
+
+
+def test_gradients_in_the_memory_of_parameters_count_as_reducing():
+    seen = []
+
+    def observe(model, recorder):
+        kinds = (MemoryKind.GATHERED, MemoryKind.REDUCING)
+        model[1].set_all_reduce_hook(lambda _: seen.append([*map(recorder.allocated, kinds)]))
+
+    with fake_mesh((4,)) as mesh:
+        _recorded(_fully_sharded, mesh, observe)
+    assert seen == [[NBYTES, NBYTES]] * 2  # the first layer is gathered
 
 
 def test_memory_peaks_where_gradients_are_copied_to_a_larger_dtype():

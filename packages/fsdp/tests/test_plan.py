@@ -10,7 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp import FSDPModule
+from fsdp.mesh.roles import STRATEGIES
 from fsdp.plan import fully_shard
+from fsdp.state import state_of
 from testkit import CommLog, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -146,3 +148,34 @@ def test_entry_point_is_declared_and_loads():
     value = declared["project"]["entry-points"]["plan_api.fully_shard"]["fsdp"]
     assert EntryPoint("fsdp", value, "plan_api.fully_shard").load() is fully_shard
     assert distribution("fsdp").name == "fsdp"
+
+
+def test_placements_of_a_plan_are_those_of_the_groups():
+    def check():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 8)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), placements="zero2")
+        model(torch.ones(3, 4)).sum().backward()
+        (group,) = state_of(model).groups
+        return group.options.roles == STRATEGIES["zero2"], group.all_gather._buffer.allocated
+
+    for is_zero2, stays_gathered in run_ranks(check, 2):
+        assert is_zero2
+        assert stays_gathered
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"placements": "zero4"},
+            r"one of 'ddp', 'zero1', 'zero2', 'zero3' on 1 axes, got 'zero4'",
+        ),
+        ({"placements": "zero2", "ndim": 2}, r"one of 'hsdp', 'hfsdp' on 2 axes, got 'zero2'"),
+        ({"placements": "zero1", "reshard_after_forward": True}, "keeps parameters unsharded"),
+        ({"placements": "hfsdp", "ndim": 2, "other_axes": ("tp",)}, r"without other axes .*'tp'"),
+    ],
+)
+def test_placements_that_do_not_exist_there_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        fully_shard.check(granularity=None, **options)

@@ -286,8 +286,8 @@ def test_keep_unsharded_storage_keeps_addresses():
     run_ranks(check, 2)
 
 
-def test_parameters_are_freed_before_gradients_are_copied_in():
-    """At the peak of a step there are no unsharded parameters and one gradient buffer."""
+def test_gradients_are_reduced_in_the_memory_of_the_parameters():
+    """At the peak of a step there are no unsharded parameters and no other gradient buffer."""
 
     def check():
         model, seen = shard(fsdp, stack()), []
@@ -295,15 +295,41 @@ def test_parameters_are_freed_before_gradients_are_copied_in():
         groups = [g for state in model._get_fsdp_state().context.all_states for g in state.groups]
         copy_in = GroupReduceScatter.copy_in
 
-        def observed(self):
-            buffers = [group.reduce_scatter._buffer.allocated for group in groups]
+        def observed(self, memory):
             (group,) = [group for group in groups if group.reduce_scatter is self]
+            buffers = [group.reduce_scatter._buffer.allocated for group in groups]
+            unsharded_param = group.params[0].unsharded_param
+            address = unsharded_param.data_ptr()
             seen.append((group.is_unsharded, any(buffers)))
-            copy_in(self)
+            copy_in(self, memory)
+            assert self._buffer.local.data_ptr() == address
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(GroupReduceScatter, "copy_in", observed)
             model(batch(0)).sum().backward()
         assert seen == [(False, False)] * 4
+        assert not any(group.reduce_scatter._buffer.allocated for group in groups)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda model: model.set_requires_gradient_sync(False),
+        lambda model: model.set_keep_unsharded_storage(True),
+        lambda model: model.set_reshard_after_backward(False),
+    ],
+    ids=["accumulated", "kept", "not resharded"],
+)
+def test_gradients_have_memory_of_their_own_where_parameters_need_theirs(prepare):
+    def check():
+        model = shard(fsdp, stack())
+        prepare(model)
+        model(batch(0)).sum().backward()
+        for state in model._get_fsdp_state().context.all_states:
+            for group in state.groups:
+                memory = group.reduce_scatter._buffer.memory
+                assert memory is not group.all_gather.memory
 
     run_ranks(check, 2)

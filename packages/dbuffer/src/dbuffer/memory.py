@@ -73,7 +73,8 @@ class ResizableMemory:
         self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin_memory)
         self.allocated = True
         self._nbytes = nbytes
-        self._stream = current_stream(device)
+        self._stream = current_stream(device)  # that allocated it
+        self._released: Any = None  # event: the last user of storage that was kept has done
 
     def acquire(self) -> None:
         """Allocates it again; see `BufferMemory.acquire`.
@@ -86,12 +87,15 @@ class ResizableMemory:
                 "ResizableMemory.acquire: expected free memory, got memory that a buffer uses; "
                 "release() that buffer first"
             )
-        storage = self.bytes.untyped_storage()
-        if storage.nbytes() != self._nbytes:  # otherwise a release kept it; resize_ would copy it
+        storage, stream = self.bytes.untyped_storage(), current_stream(self.bytes.device)
+        if storage.nbytes() == self._nbytes:  # a release kept it; resize_ would copy it
+            if self._released is not None:
+                stream.wait_event(self._released)
+        else:
             storage.resize_(self._nbytes)
-        before, self._stream = self._stream, current_stream(self.bytes.device)
-        if before is not None:
-            self._stream.wait_stream(before)  # which has waited for the last use of kept storage
+            before, self._stream = self._stream, stream
+            if before is not None:
+                stream.wait_stream(before)
         self.allocated = True
 
     def release(self, *, keep_storage: bool = False) -> None:
@@ -104,7 +108,8 @@ class ResizableMemory:
         if not self.allocated:
             return
         if self._stream is not None:
-            self._stream.wait_event(current_stream(self.bytes.device).record_event())
+            self._released = current_stream(self.bytes.device).record_event()
+            self._stream.wait_event(self._released)
         if not keep_storage:
             self.bytes.untyped_storage().resize_(0)
         self.allocated = False

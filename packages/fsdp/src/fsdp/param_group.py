@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from dbuffer import DBuffer, Strategy, verify
+from dbuffer import BufferMemory, DBuffer, Strategy, verify
 from fsdp.collectives.all_gather import GroupAllGather, PlannedAllGather
 from fsdp.collectives.comm import BufferSpec, CommStreams, GroupCollectives, merge_shards
 from fsdp.collectives.extensions import ExtensionAllGather, chunk_layout, local_chunk
@@ -198,6 +198,8 @@ class FSDPParamGroup(ABC):
             return
         self._check_registered()
         self._check_materialized()
+        if self.reduce_scatter.reuses_memory:  # of an earlier backward through the modules
+            self.reduce_scatter.wait()
         with group_stage(GroupStage.ALL_GATHER, self.all_gather):
             self.all_gather.start(for_backward=for_backward)
 
@@ -216,8 +218,23 @@ class FSDPParamGroup(ABC):
         for param in self.annotated:
             param.restore_annotation()
 
-    def reshard(self, *, after_forward: bool = False) -> None:
-        """Registers the sharded parameters on the modules, and frees the unsharded ones."""
+    def memory_for_gradients(self) -> BufferMemory | None:
+        """Returns the memory of the unsharded parameters if gradients can be reduced in it.
+
+        It is to be kept when they are resharded, and used before they are gathered again.
+        """
+        memory = self.all_gather.memory if self.is_unsharded else None
+        if memory is None or self.keep_unsharded_storage or not self.reshard_after_backward:
+            return None
+        return memory if self.reduce_scatter.can_use(memory) else None
+
+    def reshard(self, *, after_forward: bool = False, keep_storage: bool = False) -> None:
+        """Registers the sharded parameters on the modules, and frees the unsharded ones.
+
+        Args:
+            after_forward: whether backward follows.
+            keep_storage: whether their memory stays allocated.
+        """
         if self.all_gather.in_flight:
             self._wait_for_all_gather()
         elif not self.is_unsharded:
@@ -229,7 +246,8 @@ class FSDPParamGroup(ABC):
                 param.set_on_modules(param.sharded_param)
         with group_stage(GroupStage.RESHARD, self.all_gather):
             self.all_gather.free(
-                after_forward=after_forward, keep_storage=self.keep_unsharded_storage
+                after_forward=after_forward,
+                keep_storage=keep_storage or self.keep_unsharded_storage,
             )
         self.is_unsharded = False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp import api
 from fsdp.mesh.granularity import Block, Granularity, Rows, Whole
+from fsdp.mesh.roles import named_roles
 from fsdp.param_group import FSDPParamGroup
 from fsdp.state import state_of
 
@@ -21,14 +22,45 @@ __all__ = ["fully_shard"]
 class _FullyShard:
     """Shards the modules of a plan: `check` is called for each entry, then this for each module."""
 
-    def check(self, *, granularity: str | None) -> None:
-        """Checks the text of a granularity.
+    def check(
+        self,
+        *,
+        granularity: str | None,
+        placements: str | None = None,
+        reshard_after_forward: bool | None = None,
+        ndim: int = 1,
+        other_axes: Sequence[str] = (),
+    ) -> None:
+        """Checks the text of a granularity, and the placements of an entry.
+
+        Args:
+            granularity: as of `__call__`.
+            placements: as of `__call__`.
+            reshard_after_forward: as of `__call__`.
+            ndim: axes of the mesh.
+            other_axes: of the plan, on which parameters are DTensors.
 
         Raises:
-            ValueError: it is none, with those that there are.
+            ValueError: there is no such granularity, with those that there are; or no such
+                placements on these axes, or with these options.
         """
         if granularity is not None:
             _granularity(granularity)
+        if placements is None:
+            return
+        roles = named_roles(placements, ndim)
+        if roles.shards_over_replicas and other_axes:
+            raise ValueError(
+                f"fully_shard: expected a plan without other axes for placements={placements!r}, "
+                f"which shards the optimizer state over replicas, got {tuple(other_axes)}; take "
+                f"placements='hsdp'"
+            )
+        if roles.keeps_parameters and reshard_after_forward:
+            raise ValueError(
+                f"fully_shard: expected reshard_after_forward=None or False with "
+                f"placements={placements!r}, which keeps parameters unsharded, got True; leave it "
+                f"out, or take placements='zero3'"
+            )
 
     def __call__(
         self,
@@ -39,6 +71,7 @@ class _FullyShard:
         reshard_after_forward: bool | None = None,
         ignored_params: Collection[nn.Parameter] = (),
         grad_placements_fn: api.GradPlacementsFn | None = None,
+        placements: str | None = None,
     ) -> None:
         """Calls `fsdp.fully_shard` with one granularity for all parameters.
 
@@ -50,9 +83,10 @@ class _FullyShard:
             reshard_after_forward: as of `fsdp.fully_shard`.
             ignored_params: as of `fsdp.fully_shard`.
             grad_placements_fn: as of `fsdp.fully_shard`.
+            placements: as of `fsdp.fully_shard`, by name.
 
         Raises:
-            ValueError: another granularity.
+            ValueError: another granularity, or other placements.
         """
         parsed = None if granularity is None else _granularity(granularity)
         api.fully_shard(
@@ -62,6 +96,7 @@ class _FullyShard:
             shard_placement_fn=None if parsed is None else lambda param: parsed,
             grad_placements_fn=grad_placements_fn,
             ignored_params=set(ignored_params),
+            placements=placements,
         )
 
     @contextmanager

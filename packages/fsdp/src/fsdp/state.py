@@ -99,13 +99,15 @@ class FSDPContext:
     def post_backward(self, group: FSDPParamGroup) -> None:
         """Reduces a group's gradients, after all memory that is not needed for it was freed.
 
-        The memory of a step peaks about here, so parameters and the buffer of the reduction before
-        are freed first, and the gradients' own buffer is allocated last.
+        The memory of a step peaks about here, so gradients are reduced in the memory of the
+        parameters where they fit; elsewhere these and the buffer of the reduction before are freed
+        first, and the gradients' own buffer is allocated last.
         """
+        memory = group.memory_for_gradients()
         if group.reshard_after_backward:
-            group.reshard()
+            group.reshard(keep_storage=memory is not None)
         self._wait_for_reductions(self.max_input_buffers - 1)
-        group.reduce_scatter.copy_in()
+        group.reduce_scatter.copy_in(memory)
         group.reduce_scatter.start()
         if group.reduce_scatter.in_flight:
             self._in_flight.append(group)

@@ -56,6 +56,22 @@ def test_an_unknown_granularity_is_refused_before_anything_changes(mesh, text):
     _refused(TwoLinears(), plan, rf"test_validate.*granularity='{text[:3]}")
 
 
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ("dp", {"placements": "zero4"}),
+        (("dp", "tp"), {"placements": "zero2"}),
+        ("dp", {"placements": "zero2", "reshard_after_forward": True}),
+        ("dp", {"placements": "hfsdp", "replicate": 2}),
+    ],
+    ids=["no such", "of one axis", "resharded", "other axes"],
+)
+def test_placements_that_fsdp_refuses_are_refused_before_anything_changes(mesh, axes, options):
+    pytest.importorskip("fsdp")
+    plan = Plan(mesh).fully_shard("", axes, **options)
+    _refused(TwoLinears(), plan, rf"test_validate.*placements='{options['placements']}'")
+
+
 def test_fully_shard_of_a_module_twice_is_an_override(mesh):
     pytest.importorskip("fsdp")
     plan = Plan(mesh).fully_shard("", "dp").fully_shard("", "tp")

@@ -51,9 +51,10 @@ def _mixtral(mesh, ep=None):
     return plan.fully_shard(LAYER, "dp").fully_shard("", "dp")
 
 
-def _layers_only(mesh):
+def _layers_only(mesh, **options):
     """Embeddings, the last norm and the head are replicated along dp, and reduced by plan-api."""
-    return zoo.llama(mesh, dp="dp", sp=mesh.size(1) > 1).fully_shard(LAYER, "dp", "block(8)")
+    plan = zoo.llama(mesh, dp="dp", sp=mesh.size(1) > 1)
+    return plan.fully_shard(LAYER, "dp", "block(8)", **options)
 
 
 def _fallback(mesh):
@@ -66,13 +67,18 @@ CASES = {
     "llama": (llama, _llama),
     "llama, whole": (llama, partial(_llama, granularity="whole", reshard_after_forward=False)),
     "llama, layers only": (llama, _layers_only),
+    "llama, layers by ZeRO-2": (llama, partial(_layers_only, placements="zero2")),
     "llama, tied": (partial(llama, tie_word_embeddings=True), _llama),
     "llama, an eager fallback": (llama, _fallback),
     "gpt2": (models.gpt2, _gpt2),
     "mixtral": (mixtral, _mixtral),
     "mixtral, experts divided along dp": (mixtral, partial(_mixtral, ep="dp")),
 }
-FAST = ("llama, layers only", "llama, an eager fallback", "mixtral, experts divided along dp")
+FAST = (
+    "llama, layers by ZeRO-2",
+    "llama, an eager fallback",
+    "mixtral, experts divided along dp",
+)
 SLOW = tuple(name for name in CASES if name not in FAST)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from dbuffer import DBuffer, Handle
+from dbuffer import BufferMemory, DBuffer, Handle
 from fsdp.collectives.comm import BufferSpec, CommStreams, merge_shards
 from fsdp.param import FSDPParam
 
@@ -31,6 +31,11 @@ class GroupAllGather(Protocol):
     @property
     def in_flight(self) -> bool:
         """Whether an all-gather was started and not waited for."""
+        ...
+
+    @property
+    def memory(self) -> BufferMemory | None:
+        """The memory of all unsharded parameters; None where they have none in common."""
         ...
 
     def start(self, *, for_backward: bool) -> None:
@@ -98,6 +103,11 @@ class PlannedAllGather:
     def in_flight(self) -> bool:
         """Implements `GroupAllGather`."""
         return self._handle is not None
+
+    @property
+    def memory(self) -> BufferMemory | None:
+        """Implements `GroupAllGather`."""
+        return None if self._buffer is None else self._buffer.memory
 
     def start(self, *, for_backward: bool) -> None:
         """Implements `GroupAllGather`; memory is allocated on the all-gather stream."""

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 
 from dbuffer import (
     Axis,
+    BufferMemory,
     Collectives,
     DBuffer,
     Inner,
@@ -209,17 +210,23 @@ class BufferSpec:
     collectives: GroupCollectives
     params: Sequence[FSDPParam]
 
-    def full_buffer(self, dtype: torch.dtype, layout: Layout | None = None) -> DBuffer:
-        """Allocates a buffer with memory for all shards, sharded, on the device that computes.
+    def full_buffer(
+        self,
+        dtype: torch.dtype,
+        layout: Layout | None = None,
+        memory: BufferMemory | None = None,
+    ) -> DBuffer:
+        """Returns a buffer with room for all shards, sharded, on the device that computes.
 
         Args:
             dtype: of its content.
             layout: where it is another than the group's.
+            memory: which no buffer uses; by default new memory of its own.
         """
         return DBuffer(
             layout or self.layout, self.mesh, sharded_placements(self.mesh), dtype, self.device,
             full=True, strategy=self.collectives, inner=self.inner if layout is None else None,
-            name=self.names,
+            memory=memory, name=self.names,
         )  # fmt: skip
 
     def over_replicas(self, buffer: DBuffer) -> DBuffer:

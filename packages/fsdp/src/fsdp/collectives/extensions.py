@@ -115,6 +115,10 @@ class ExtensionAllGather:
         """Implements `GroupAllGather`."""
         return self._handle is not None
 
+    @property
+    def memory(self) -> None:
+        """Implements `GroupAllGather`: each gathered tensor has its own."""
+
     def start(self, *, for_backward: bool) -> None:
         """Implements `GroupAllGather`."""
         streams = self.streams

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
-from dbuffer import DBuffer, Handle
+from dbuffer import BufferMemory, DBuffer, Handle
 from fsdp.collectives.comm import BufferSpec, CommStreams
 from fsdp.collectives.grad_dtype import promoted
 from fsdp.collectives.stages import GroupStage, group_stage
@@ -71,7 +71,8 @@ class GroupReduceScatter:
     """Reduces the gradients of one group in a buffer of the reduce dtype.
 
     Gradients of backwards that are not reduced (``set_requires_gradient_sync(False)``) are
-    accumulated in the buffer, in the reduce dtype, and nothing is sent for them.
+    accumulated in the buffer, in the reduce dtype, and nothing is sent for them. Those that are
+    reduced at once may be in the memory that the unsharded parameters had.
 
     Args:
         gradients: describes them.
@@ -101,7 +102,9 @@ class GroupReduceScatter:
     ) -> None:
         self._gradients, self._buffers, self.streams = gradients, buffers, streams
         self._grad_dtype, self._reduce_dtype = grad_dtype, reduce_dtype
-        self._buffer: DBuffer | None = None  # reduce dtype, memory for all shards
+        self._buffer: DBuffer | None = None  # the one of the two that was used last
+        self._own: DBuffer | None = None  # reduce dtype, memory for all shards
+        self._reused: DBuffer | None = None  # the same in the memory of the unsharded parameters
         self._over_replicas: DBuffer | None = None  # HFSDP: its shard, in the same memory
         self._copied: set[int] = set()  # parameters whose gradients are in the buffer
         self._handle: Handle | None = None
@@ -130,19 +133,34 @@ class GroupReduceScatter:
         completes = self.in_flight and self._reduces_replicas
         return self._partial is not None and not completes
 
-    def copy_in(self) -> None:
-        """Moves the unsharded gradients into the buffer: cast and scaled in one pass."""
+    @property
+    def reuses_memory(self) -> bool:
+        """Whether a reduction is in flight in the memory of the unsharded parameters."""
+        return self.in_flight and self._buffer is self._reused
+
+    def can_use(self, memory: BufferMemory) -> bool:
+        """Returns whether `copy_in` and `start` can be called with this memory, and will use it.
+
+        Gradients that are not reduced at once stay in memory of their own.
+        """
+        unsharded_grads = self._unsharded_grads()
+        if not unsharded_grads or not self.reduce_grads or self._copied or self.in_flight:
+            return False
+        itemsize = self._dtype_with(unsharded_grads).itemsize
+        return self._buffers.layout.buffer_size * itemsize == memory.bytes.numel()
+
+    def copy_in(self, memory: BufferMemory | None = None) -> None:
+        """Moves the unsharded gradients into the buffer: cast and scaled in one pass.
+
+        Args:
+            memory: for which `can_use` is true; None for the buffer's own.
+        """
         if self.reduce_unused and self.reduce_grads:
             self._check_unused_dtypes()
-        unsharded_grads: dict[int, torch.Tensor] = {}
-        for i, param in enumerate(self._gradients.params):
-            unsharded_param = param.unsharded_param
-            if unsharded_param is None or unsharded_param.grad is None:
-                continue
-            unsharded_grads[i] = unsharded_param.grad
-            unsharded_param.grad = None
+        unsharded_grads = self._unsharded_grads()
         if not unsharded_grads:
             return
+        self._drop_unsharded_grads()
         with group_stage(GroupStage.COPY_IN, self):
             reduce_scatter_inputs = self._gradients.to_buffer(unsharded_grads)
             if self.in_flight:  # of an earlier backward
@@ -152,7 +170,8 @@ class GroupReduceScatter:
                 buffer = self._with_dtype(dtype)
                 buffer.add_from(reduce_scatter_inputs, alpha=self._pre_scale)
             else:
-                self._acquire(dtype).copy_from(reduce_scatter_inputs, scale=self._pre_scale)
+                buffer = self._acquire(dtype, memory)
+                buffer.copy_from(reduce_scatter_inputs, scale=self._pre_scale)
         self._copied |= set(unsharded_grads)
 
     def start(self) -> None:
@@ -252,15 +271,13 @@ class GroupReduceScatter:
             self._handle.wait()
         if self._buffer is not None:
             self._buffer.release()
-        for param in self._gradients.params:
-            if param.unsharded_param is not None:
-                param.unsharded_param.grad = None
+        self._drop_unsharded_grads()
         self._handle, self._copied, self._partial = None, set(), None
 
     def reset_dtypes(self, grad_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         """Drops gradients and the buffer, after the parameters' dtype or device has changed."""
         self.discard()
-        self._buffer = self._over_replicas = None
+        self._buffer = self._own = self._reused = self._over_replicas = None
         self._grad_dtype, self._reduce_dtype = grad_dtype, reduce_dtype
 
     def check_not_partly_reduced(self, method: str) -> None:
@@ -329,14 +346,41 @@ class GroupReduceScatter:
         buffer.release()
         return cast
 
-    def _acquire(self, dtype: torch.dtype) -> DBuffer:
-        """Returns the buffer, allocated, for gradients that are to be reduced."""
-        if self._buffer is None or self._buffer.dtype != dtype:
-            self._buffer = self._buffers.full_buffer(dtype)
-        self._buffer.acquire()
-        self._buffer.set_placements(self._placements())
+    def _unsharded_grads(self) -> dict[int, torch.Tensor]:
+        """Returns the gradients that a backward has computed, by number of the parameter."""
+        unsharded_params = [param.unsharded_param for param in self._gradients.params]
+        return {
+            i: param.grad
+            for i, param in enumerate(unsharded_params)
+            if param is not None and param.grad is not None
+        }
+
+    def _drop_unsharded_grads(self) -> None:
+        for param in self._gradients.params:
+            if param.unsharded_param is not None:
+                param.unsharded_param.grad = None
+
+    def _acquire(self, dtype: torch.dtype, memory: BufferMemory | None = None) -> DBuffer:
+        """Returns a buffer, allocated, for gradients that are to be reduced.
+
+        Args:
+            dtype: of the buffer.
+            memory: as of `copy_in`.
+        """
+        buffer = self._own if memory is None else self._reused
+        if buffer is None or buffer.dtype != dtype or memory not in (None, buffer.memory):
+            buffer = self._buffers.full_buffer(dtype, memory=memory)
+        else:
+            buffer.acquire()
+        if memory is None:
+            self._own = buffer
+        else:
+            self._reused = buffer
+        if buffer is not self._buffer:
+            self._buffer, self._over_replicas = buffer, None
+        buffer.set_placements(self._placements())
         self._pre_scale = self._scale_before()
-        return self._buffer
+        return buffer
 
     @property
     def _buffer_dtype(self) -> torch.dtype:

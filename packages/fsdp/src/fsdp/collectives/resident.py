@@ -121,6 +121,10 @@ class ResidentAllGather(PlannedAllGather):
                 self._handle = buffer.all_gather_(async_op=True)
             self._copied_in = streams.record()
 
+    @property
+    def memory(self) -> None:
+        """Implements `GroupAllGather`: no other buffer may use it."""
+
     def free(self, *, after_forward: bool, keep_storage: bool) -> None:
         """Implements `GroupAllGather`: the memory stays."""
         assert self._buffer is not None

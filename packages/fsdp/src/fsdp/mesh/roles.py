@@ -31,7 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp._compat import check_ordered_groups
 
-__all__ = ["STRATEGIES", "Roles", "checked_roles"]
+__all__ = ["STRATEGIES", "Roles", "checked_roles", "named_roles"]
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,29 @@ STRATEGIES = MappingProxyType(
 )
 
 
+def named_roles(name: str, ndim: int) -> Roles:
+    """Returns the roles of a strategy, before there is a mesh.
+
+    Args:
+        name: of the strategy.
+        ndim: axes of the mesh.
+
+    Raises:
+        ValueError: there is no such strategy of so many axes.
+    """
+    possible = _strategies(ndim)
+    if name not in possible:
+        raise ValueError(
+            f"fully_shard: expected placements to be one of {', '.join(map(repr, possible))} on "
+            f"{ndim} axes, got {name!r}"
+        )
+    return possible[name]
+
+
+def _strategies(ndim: int) -> dict[str, Roles]:
+    return {name: one for name, one in STRATEGIES.items() if len(_tuple(one.parameter)) == ndim}
+
+
 def checked_roles(placements: object, mesh: DeviceMesh) -> Roles:
     """Returns the roles that ``fully_shard(placements=)`` names.
 
@@ -125,9 +148,7 @@ def checked_roles(placements: object, mesh: DeviceMesh) -> Roles:
             cannot shard over replicas.
     """
     roles = STRATEGIES.get(placements) if isinstance(placements, str) else placements
-    possible = {
-        name: one for name, one in STRATEGIES.items() if len(_tuple(one.parameter)) == mesh.ndim
-    }
+    possible = _strategies(mesh.ndim)
     if not isinstance(roles, Roles) or roles not in possible.values():
         shown = "; ".join(f"{name!r} ({one})" for name, one in possible.items())
         got = f"Roles({roles})" if isinstance(roles, Roles) else repr(placements)

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from dbuffer import DBuffer
+from dbuffer import BufferMemory, DBuffer
 from fsdp.collectives.all_gather import PlannedAllGather, UpdateGather
 from fsdp.collectives.comm import BufferSpec, CommStreams
 from fsdp.param import FSDPParam
@@ -70,6 +70,11 @@ class QuantizedAllGather(PlannedAllGather):
         ]
         self._views: list[_PartView] = []  # of all ranks' parts; made with the buffer of bytes
         self._unsharded: DBuffer | None = None  # FULL: compute dtype, memory for all shards
+
+    @property
+    def memory(self) -> BufferMemory | None:
+        """Implements `GroupAllGather`."""
+        return None if self._unsharded is None else self._unsharded.memory
 
     def free(self, *, after_forward: bool, keep_storage: bool) -> None:
         """Frees the unsharded parameters; `wait` has freed or resharded the bytes already."""

@@ -113,7 +113,7 @@ class EventRecorder(TorchDispatchMode):
         self.fake = self.counts_operators = True
         self._allocated: Counter[MemoryKind] = Counter()
         self._storages: weakref.WeakKeyDictionary[Any, _Storage] = weakref.WeakKeyDictionary()
-        self._of_collective: defaultdict[int, list[weakref.ref[Any]]] = defaultdict(list)
+        self._of_collective: defaultdict[int, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
         self._stages: list[StageEvent] = []
         self._contexts = ExitStack()
         self._watched: list[nn.Parameter] = []
@@ -151,9 +151,7 @@ class EventRecorder(TorchDispatchMode):
         for tensor in tensors:
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             storage = self._track(local, kind)
-            self._add(storage.kind, -storage.nbytes)
-            storage.kind = kind
-            self._add(kind, storage.nbytes)
+            self._set(storage, kind, storage.nbytes)
 
     def watch(self, model: nn.Module) -> None:
         """Sets the kinds of a model's parameters and buffers, and of gradients.
@@ -200,16 +198,11 @@ class EventRecorder(TorchDispatchMode):
 
     def _read_sizes(self) -> None:
         """Reads the sizes of the memory of the current stage's collective again."""
-        storages = self._of_collective[self._stages[-1].collective]
-        for reference in list(storages):
-            storage = reference()
-            if storage is None:
-                storages.remove(reference)
-                continue
+        for storage in list(self._of_collective[self._stages[-1].collective]):
             known = self._storages[storage]
             if storage.nbytes() != known.nbytes:
-                self._add(known.kind, storage.nbytes() - known.nbytes)
-                known.nbytes = storage.nbytes()
+                kind = self._current_kind if not known.nbytes else known.kind
+                self._set(known, kind, storage.nbytes())
 
     # Operators.
 
@@ -223,7 +216,8 @@ class EventRecorder(TorchDispatchMode):
         if active_fake_mode() is not None:  # DTensor infers shapes
             return func(*args, **kwargs)
         for tensor in tensors_in((args, kwargs)):
-            self._track(tensor, MemoryKind.UNCOUNTED)  # it was allocated before, if it is new
+            # It was allocated before, if it is new.
+            self._track(tensor, MemoryKind.UNCOUNTED)
         is_collective = func.namespace in COLLECTIVE_NAMESPACES
         if not is_collective and self._makes_data(func, args, kwargs):
             with self.fake_mode:
@@ -282,8 +276,21 @@ class EventRecorder(TorchDispatchMode):
             self._add(kind, known.nbytes)
             weakref.finalize(storage, self._free, known).atexit = False
             if self._stages:
-                self._of_collective[self._stages[-1].collective].append(weakref.ref(storage))
+                self._of_collective[self._stages[-1].collective].add(storage)
+        elif self._is_reused(known):
+            self._of_collective[self._stages[-1].collective].add(storage)
+            self._set(known, self._current_kind, known.nbytes)
         return known
+
+    def _is_reused(self, storage: _Storage) -> bool:
+        """Returns whether gradients are copied into memory that unsharded parameters had."""
+        copies_in = bool(self._stages) and self._stages[-1].stage is GroupStage.COPY_IN
+        return copies_in and storage.kind is MemoryKind.GATHERED
+
+    def _set(self, storage: _Storage, kind: MemoryKind, nbytes: int) -> None:
+        self._add(storage.kind, -storage.nbytes)
+        storage.kind, storage.nbytes = kind, nbytes
+        self._add(kind, nbytes)
 
     def _free(self, storage: _Storage) -> None:
         self._allocated[storage.kind] -= storage.nbytes

@@ -62,7 +62,7 @@ def validate(
         ModuleNotFoundError: the plan asks for fully_shard, and no package offers it.
     """
     for entry in dict.fromkeys(fully_sharded.values()):
-        _check_granularity(entry)
+        _check_options(entry, mesh)
         _check_replicate(entry, mesh)
     _check_phases_of_fully_sharded(ops, schedules, fully_sharded, mesh)
     _check_interleaved_dims(ops, schedules, mesh)
@@ -152,13 +152,25 @@ def check_buckets(
         )
 
 
-def _check_granularity(entry: FullyShard) -> None:
+def _check_options(entry: FullyShard, mesh: DeviceMesh) -> None:
+    """Refuses what the package would refuse once other parameters are placed."""
     check = getattr(find_fully_shard(entry), "check", None)
-    if check is not None:
-        try:
-            check(granularity=dict(entry.options).get("granularity"))
-        except ValueError as error:
-            raise ValueError(f"{entry.description}: {error}") from None
+    if check is None:
+        return
+    given = dict(entry.options)
+    options = {"granularity": given.get("granularity")}
+    if "placements" in given:
+        divides = given.get("replicate", 1) != 1
+        options |= {
+            "placements": given["placements"],
+            "reshard_after_forward": given.get("reshard_after_forward"),
+            "ndim": 2 if divides else 1 if given.get("flat") else len(entry.axes),
+            "other_axes": tuple(axis for axis in axis_names(mesh) if axis not in entry.axes),
+        }
+    try:
+        check(**options)
+    except ValueError as error:
+        raise ValueError(f"{entry.description}: {error}") from None
 
 
 def _check_replicate(entry: FullyShard, mesh: DeviceMesh) -> None:

@@ -276,6 +276,7 @@ class PlanEntries:
         *,
         flat: bool = False,
         replicate: int = 1,
+        placements: str | None = None,
     ) -> Self:
         """Applies the fsdp package to modules, after all other parameters are placed.
 
@@ -291,10 +292,13 @@ class PlanEntries:
             flat: whether several axes are flattened into one to shard on.
             replicate: the number of replicas on one axis, each on neighbouring ranks (HSDP on one
                 axis, on which the batch is sharded once).
+            placements: of parameters, gradients and optimizer state, as the package names them:
+                "zero1", "zero2", "hfsdp"; None: all are sharded.
 
         Raises:
             ValueError: as `shard`; or the path names a tensor. `parallelize` refuses a granularity
-                that the package does not have, and parameters with phases along the same axes.
+                or placements that the package does not have on these axes, and parameters with
+                phases along the same axes.
         """
         if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
             raise ValueError(
@@ -310,6 +314,7 @@ class PlanEntries:
         if isinstance(replicate, SupportsIndex):
             replicate = operator.index(replicate)
         options |= {"replicate": replicate} if replicate != 1 else {}
+        options |= {"placements": placements} if placements is not None else {}
         return self._add(EntryKind.FULLY_SHARD, path, mesh, None, options=options)
 
     def eager(self, path: str) -> Self:

@@ -31,7 +31,13 @@ _OPTIONS = {
     EntryKind.FACTORY: ("sizes",),
     EntryKind.INDEX: ("count", "flag"),
     EntryKind.DISPATCH: ("tokens", "weights", "count"),
-    EntryKind.FULLY_SHARD: ("granularity", "reshard_after_forward", "flat", "replicate"),
+    EntryKind.FULLY_SHARD: (
+        "granularity",
+        "reshard_after_forward",
+        "flat",
+        "replicate",
+        "placements",
+    ),
     EntryKind.CONTEXT: ("method", "order", "heads"),
     EntryKind.SEQUENCE: ("order", "shift"),
 }
