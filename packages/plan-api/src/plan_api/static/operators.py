@@ -7,7 +7,6 @@ intercepted in the module's own code only, and not in its children's.
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn._reduction import legacy_get_string
 from torch.utils.hooks import RemovableHandle
@@ -26,10 +25,9 @@ from plan_api.ops.cross_entropy import LogitsSharding, cross_entropy
 from plan_api.ops.function_calls import FunctionInterception, InterceptedCalls, TorchFunction
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
-from plan_api.runtime.local_redistribute import local_redistribution
+from plan_api.runtime.local_shards import ShardSizes, TensorSizes, chunk_length, chunk_offset
 from plan_api.spec.axes import axis_names
 from plan_api.static.redistribute import SiteTypes
-from plan_api.static.shadow_model import is_fake
 
 __all__ = ["check_operators", "install_operators"]
 
@@ -53,6 +51,7 @@ def install_operators(
     mesh: DeviceMesh,
     stays: Callable[[str], bool],
     types: SiteTypes | None = None,
+    sizes: ShardSizes | None = None,
 ) -> list[RemovableHandle]:
     """Installs hooks that intercept operators in a module's own code.
 
@@ -62,12 +61,14 @@ def install_operators(
         mesh: the plan's mesh.
         stays: whether the module of a path is an eager fallback.
         types: checks the types of the operators' tensors; None: they are not checked.
+        sizes: knows the global sizes of uneven shards, of the whole model; None: of this site only.
     """
-    axes = axis_names(mesh)
+    axes, sizes = axis_names(mesh), sizes or ShardSizes(mesh)
     table: dict[TorchFunction, InterceptedCalls] = {}
     for step in site.steps:
         by_axis = {axes.index(axis): move.dst for axis, move in step.moves.items()}
         placements = tuple(by_axis.get(axis, Replicate()) for axis in range(mesh.ndim))
+        of_tensor = sizes.at(f"{site.name}:{step.tensor}:{step.index}", placements)
         name, _, number = str(step.index).partition(":")
         for function in _functions(name, site.name):
             fused = function in (_FUSED, F.scaled_dot_product_attention)
@@ -75,7 +76,7 @@ def install_operators(
             calls = table.setdefault(function, InterceptedCalls(function))
             if fused:
                 table[_FUSED] = calls
-            replacement = make(function, mesh, placements)
+            replacement = make(function, mesh, placements, of_tensor)
             if types is not None:
                 replacement = types.operator(site, step, replacement)
             replacement = StepContext(site.name, step).wrap(replacement)
@@ -122,7 +123,7 @@ def _functions(name: str, where: str) -> list[TorchFunction]:
 
 
 def _dropout(
-    _: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    _: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...], sizes: TensorSizes
 ) -> TorchFunction:
     if "dist_rng" not in sys.modules:
         return F.dropout
@@ -131,7 +132,7 @@ def _dropout(
     if not is_installed():
         return F.dropout
 
-    regions: dict[tuple[torch.Size, tuple[int, ...]], Region] = {}
+    regions: dict[tuple[torch.Size, torch.Size, tuple[int, ...]], Region] = {}
 
     def global_dropout(
         input: torch.Tensor,  # noqa: A002  # torch's name
@@ -141,9 +142,9 @@ def _dropout(
     ) -> torch.Tensor:
         if not training or p == 0.0:
             return input
-        key = (input.shape, input.stride())
+        key = (sizes.global_shape(input), input.shape, input.stride())
         if key not in regions:
-            regions[key] = Region.of(_as_dtensor(input.detach(), mesh, placements))
+            regions[key] = Region.of(sizes.as_dtensor(input.detach()))
         result = dropout(input, regions[key], p)
         return input.copy_(result) if inplace else result
 
@@ -151,7 +152,10 @@ def _dropout(
 
 
 def _attention(
-    function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    function: TorchFunction,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    sizes: TensorSizes,
 ) -> TorchFunction:
     def without_dropout(*args: Any, **kwargs: Any) -> torch.Tensor:
         if (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0.0:
@@ -167,10 +171,8 @@ def _attention(
 
 
 def _cross_entropy(
-    _: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    _: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...], sizes: TensorSizes
 ) -> TorchFunction:
-    shardings: dict[torch.Size, LogitsSharding] = {}
-
     def sharded_cross_entropy(
         input: torch.Tensor,  # noqa: A002  # torch's name
         target: torch.Tensor,
@@ -187,11 +189,9 @@ def _cross_entropy(
                 "reduce; use mode='eager'"
             )
         dim = min(1, input.ndim - 1)
-        if input.shape not in shardings:
-            what = "cross_entropy: classes"
-            shardings[input.shape] = _sharding(input, dim, mesh, placements, what)
+        sharding = _sharding(input, dim, mesh, placements, sizes)
         kind = ("none", "mean", "sum").index(reduction)
-        return cross_entropy(input, target, weight, kind, ignore_index, shardings[input.shape])
+        return cross_entropy(input, target, weight, kind, ignore_index, sharding)
 
     return sharded_cross_entropy
 
@@ -201,12 +201,9 @@ def _sharding(
     dim: int,
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
-    what: str,
+    sizes: TensorSizes,
 ) -> LogitsSharding:
-    """Returns how logits or a table are sharded along a dim of classes.
-
-    Their shards may be uneven, so the ranks gather their lengths.
-    """
+    """Returns how logits or a table are sharded along a dim of classes."""
     of_classes = [
         at for at, placement in enumerate(placements) if getattr(placement, "dim", None) == dim
     ]
@@ -217,22 +214,22 @@ def _sharding(
     ]
     if len(of_classes) > 1:
         raise ValueError(
-            f"{what}: expected a shard along one axis at most, got {placements}; use mode='eager'"
+            f"{sizes.what}: expected classes or rows sharded along one axis at most, got "
+            f"{placements}; use mode='eager'"
         )
     if not of_classes:
         return LogitsSharding(mesh, dim, None, 0, tuple(rows))
     (axis,) = of_classes
-    own = torch.tensor([tensor.shape[dim]], device=tensor.device)
-    gather = local_redistribution(Shard(0), Replicate(), mesh, axis, "lengths of shards")
-    rank = mesh.get_local_rank(axis)
-    if is_fake(tensor):
-        return LogitsSharding(mesh, dim, axis, rank * tensor.shape[dim], tuple(rows))
-    lengths = gather(own).tolist()
-    return LogitsSharding(mesh, dim, axis, sum(lengths[:rank]), tuple(rows))
+    length = sizes.length(axis, dim, tensor)
+    first = chunk_offset(length, mesh.size(axis), mesh.get_local_rank(axis))
+    return LogitsSharding(mesh, dim, axis, first, tuple(rows))
 
 
 def _embedding(
-    function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    function: TorchFunction,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    sizes: TensorSizes,
 ) -> TorchFunction:
     """Looks up this rank's rows of a table; rows of other ranks are zero, for a Partial result."""
     shardings: dict[torch.Size, LogitsSharding] = {}
@@ -244,7 +241,7 @@ def _embedding(
         **kwargs: Any,
     ) -> torch.Tensor:
         if weight.shape not in shardings:
-            shardings[weight.shape] = _sharding(weight, 0, mesh, placements, "embedding: rows")
+            shardings[weight.shape] = _sharding(weight, 0, mesh, placements, sizes)
         local = input - shardings[weight.shape].first
         elsewhere = (local < 0) | (local >= weight.shape[0])
         rows: torch.Tensor = function(local.masked_fill(elsewhere, 0), weight, *options, **kwargs)
@@ -254,10 +251,12 @@ def _embedding(
 
 
 def _mean(
-    function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    function: TorchFunction,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    sizes: TensorSizes,
 ) -> TorchFunction:
     """Scales a mean over local elements to this rank's term of the global mean."""
-    share = 1 / math.prod(size for _, size in _shards(mesh, placements))
     is_functional = inspect.isfunction(function)  # torch's builtin has no signature, an enum
 
     def is_mean(*args: Any, **kwargs: Any) -> bool:
@@ -271,66 +270,81 @@ def _mean(
 
     def partial_mean(*args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = function(*args, **kwargs)
-        return loss * share if is_mean(*args, **kwargs) else loss
+        if not is_mean(*args, **kwargs):
+            return loss
+        local: torch.Tensor = args[0] if args else kwargs["input"]
+        share = local.numel() / max(1, sizes.count(local))
+        # The mean of no elements is nan, and this rank's term of the global mean is zero.
+        return loss * share if share else loss.nan_to_num(0.0)
 
     return partial_mean
 
 
 def _sized(
-    function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    function: TorchFunction,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    sizes: TensorSizes,
 ) -> TorchFunction:
-    """Divides the global sizes that code passes to `view` or `reshape` by the ranks that shard."""
-    shards = _shards(mesh, placements)
+    """Replaces the global sizes that code passes to `view` or `reshape` by this rank's."""
+    shards = _shards(placements)
 
     def with_local_sizes(tensor: torch.Tensor, *sizes: Any, **kwargs: Any) -> Any:
         shape = [*(sizes[0] if sizes and isinstance(sizes[0], Sequence) else sizes)]
         shape = shape or [*kwargs.pop("shape", kwargs.pop("size", ()))]
-        for dim, ranks in shards:
+        for dim, axis in shards:
             if dim >= len(shape):  # not the annotated tensor: labels beside logits, for instance
                 continue
-            shape[dim] = _local_size(shape[dim], ranks, function)
+            shape[dim] = _local_size(shape[dim], mesh, axis)
         return function(tensor, tuple(shape), **kwargs)
 
     return with_local_sizes
 
 
 def _split(
-    function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    function: TorchFunction,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    sizes: TensorSizes,
 ) -> TorchFunction:
-    """Divides the global sizes that code passes to `split` by the ranks that shard the dim."""
-    shards = dict(_shards(mesh, placements))
+    """Replaces the global sizes that code passes to `split` by this rank's."""
+    shards = _shards(placements)
+
+    def local_size(size: int, sharded: int) -> int:
+        for dim, axis in shards:
+            if dim == sharded:
+                size = _local_size(size, mesh, axis)
+        return size
 
     def with_local_sizes(tensor: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
-        ranks = shards.get(dim % tensor.ndim, 1)
+        sharded = dim % tensor.ndim
         if isinstance(split_size, Sequence):
-            return function(tensor, [_local_size(one, ranks, function) for one in split_size], dim)
-        return function(tensor, _local_size(split_size, ranks, function), dim)
+            return function(tensor, [local_size(one, sharded) for one in split_size], dim)
+        return function(tensor, local_size(split_size, sharded), dim)
 
     return with_local_sizes
 
 
-def _shards(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> list[tuple[int, int]]:
-    """Returns the sharded dims, each with the number of its shards."""
+def _shards(placements: tuple[Placement, ...]) -> list[tuple[int, int]]:
+    """Returns the sharded dims, each with the axis that shards it."""
     return [
-        (dim, mesh.size(axis))
+        (dim, axis)
         for axis, placement in enumerate(placements)
         if (dim := getattr(placement, "dim", None)) is not None
     ]
 
 
-def _local_size(size: int, ranks: int, function: TorchFunction) -> int:
+def _local_size(size: int, mesh: DeviceMesh, axis: int) -> int:
     if size == -1:
         return size
-    if size % ranks:
-        raise ValueError(
-            f"{function.__name__}: expected a size that {ranks} ranks divide, as static mode has "
-            f"even shards only, got {size}; use mode='eager'"
-        )
-    return size // ranks
+    return chunk_length(size, mesh.size(axis), mesh.get_local_rank(axis))
 
 
 def _with_dtensor(
-    function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    function: TorchFunction,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    sizes: TensorSizes,
 ) -> TorchFunction:
     """Runs any other function with its first tensor as a DTensor."""
 
@@ -339,7 +353,7 @@ def _with_dtensor(
         if first is None:
             return function(*args, **kwargs)
         converted = [*args]
-        converted[first] = _as_dtensor(args[first], mesh, placements)
+        converted[first] = sizes.as_dtensor(args[first])
         return map_tensors(
             function(*converted, **kwargs),
             lambda one: one.to_local() if isinstance(one, DTensor) else one,
@@ -348,14 +362,8 @@ def _with_dtensor(
     return with_dtensor
 
 
-def _as_dtensor(
-    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> DTensor:
-    return DTensor.from_local(local, mesh, placements, run_check=False)
-
-
 _REPLACEMENTS: dict[
-    str, Callable[[TorchFunction, DeviceMesh, tuple[Placement, ...]], TorchFunction]
+    str, Callable[[TorchFunction, DeviceMesh, tuple[Placement, ...], TensorSizes], TorchFunction]
 ] = {
     "dropout": _dropout,
     "cross_entropy": _cross_entropy,
