@@ -6,6 +6,7 @@ rest empty. So a local tensor tells the global size only where all ranks have eq
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,11 +67,15 @@ class ShardSizes:
         self._inputs: tuple[Any, ...] = ()
         self._asked: Counter[str] = Counter()
         self._known: dict[tuple[Any, ...], list[int]] = {}
+        self._exchange = _exchange
         for placements, shape in params:
             self._add_param(placements, shape)
 
     def begin_call(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
         """Begins a call of the model, whose other sizes follow from the shapes of its inputs."""
+        if "torch._dynamo" in sys.modules and self._exchange is _exchange:
+            # Importing it takes a second. A graph cannot read what it receives.
+            self._exchange = torch.compiler.disable(_exchange)
         self._asked.clear()
         self._of_call.clear()
         self._inputs = tuple(_described(one) for one in (*args, *kwargs.values()))
@@ -210,7 +215,7 @@ class ShardSizes:
         self._asked[what] += 1
         if key not in self._known:
             group = self._mesh.get_group(axis).group_name
-            self._known[key] = _exchange(own, tensor.device, self._ranks[axis], group)
+            self._known[key] = self._exchange(own, tensor.device, self._ranks[axis], group)
         expected = self._known[key][self._mesh.get_local_rank(axis)]
         if own != expected:
             raise ValueError(
