@@ -167,7 +167,11 @@ class ShardSizes:
         return TensorSizes(self, what, placements)
 
     def as_dtensor(
-        self, what: str, tensor: torch.Tensor, placements: Sequence[Placement]
+        self,
+        what: str,
+        tensor: torch.Tensor,
+        placements: Sequence[Placement],
+        shape: torch.Size | None = None,
     ) -> DTensor:
         """Returns a local tensor as a DTensor; all ranks of the mesh call it.
 
@@ -175,13 +179,14 @@ class ShardSizes:
             what: names the tensor.
             tensor: this rank's.
             placements: one per axis.
+            shape: the global shape; None: asked for.
 
         Raises:
             ValueError: as `length`.
         """
         if not self._uneven:
             return DTensor.from_local(tensor, self._mesh, placements, run_check=False)
-        shape = self.global_shape(what, tensor, placements)
+        shape = shape or self.global_shape(what, tensor, placements)
         stride = _dense_stride(shape, tensor.stride())
         return DTensor.from_local(
             tensor, self._mesh, placements, run_check=False, shape=shape, stride=stride
@@ -281,9 +286,9 @@ class TensorSizes:
         """Returns the global shape; all ranks of the mesh call it with their local tensors."""
         return self.sizes.global_shape(self.what, tensor, self.placements)
 
-    def as_dtensor(self, tensor: torch.Tensor) -> DTensor:
-        """Returns the DTensor; all ranks of the mesh call it with their local tensors."""
-        return self.sizes.as_dtensor(self.what, tensor, self.placements)
+    def as_dtensor(self, tensor: torch.Tensor, shape: torch.Size | None = None) -> DTensor:
+        """Returns the DTensor of a global shape; without one, all ranks of the mesh call it."""
+        return self.sizes.as_dtensor(self.what, tensor, self.placements, shape)
 
 
 def _dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:

@@ -142,9 +142,10 @@ def _dropout(
     ) -> torch.Tensor:
         if not training or p == 0.0:
             return input
-        key = (sizes.global_shape(input), input.shape, input.stride())
+        shape = sizes.global_shape(input)
+        key = (shape, input.shape, input.stride())
         if key not in regions:
-            regions[key] = Region.of(sizes.as_dtensor(input.detach()))
+            regions[key] = Region.of(sizes.as_dtensor(input.detach(), shape))
         result = dropout(input, regions[key], p)
         return input.copy_(result) if inplace else result
 
