@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from plan_api import Plan, generate_static, parallelize, track, zoo
 from testkit import (
@@ -253,6 +253,95 @@ def test_an_uneven_first_batch_that_eager_refuses_is_refused_with_the_remedy():
     with pytest.raises(RankError) as error:
         run_ranks(check, 2)
     assert "let the first step be one of even shards" in str(error.value)
+
+
+# Operators and outputs
+
+
+class Calls(nn.Module):
+    """Its forward is a function of a test."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+def annotated(mesh, function, operator, placement, inputs):
+    """Returns a module in static mode that shards its inputs and calls a function."""
+    plan = Plan(mesh).annotate(f"<op:{operator}>", placement)
+    for number, input_placement in enumerate(inputs):
+        plan.redistribute(f"<in:{number}>", R, input_placement)
+    return parallelize(Calls(function), plan, mode="static", guard_steps=0)
+
+
+def test_operators_of_uneven_shards_compute_what_one_device_does():
+    """Dropout draws its numbers, in the order of strides, and a mean is over all elements."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        found = {}
+        for placement, is_transposed in ((S0, False), (S1, False), (S0, True), (S1, True)):
+            x = torch.arange(1.0, 36.0).view(5, 7)
+
+            def drop(x, is_transposed=is_transposed):
+                return F.dropout(x.t() if is_transposed else x, 0.5, True)
+
+            dropped = Shard(1 - placement.dim) if is_transposed else placement
+            model = annotated(mesh, drop, "dropout", dropped, [placement])
+            torch.manual_seed(7)
+            part = model(x)
+            torch.manual_seed(7)
+            expected = distribute_tensor(drop(x), mesh, [dropped], src_data_rank=None)
+            found[placement, is_transposed] = torch.equal(part, expected.to_local())
+        for number in (5, 1):  # of one row the second rank has nothing
+            x, y = rows(number)["y"].requires_grad_(), rows(number + 9)["y"][:number]
+            F.mse_loss(x, y).backward()
+            expected, x.grad = x.grad, None
+            model = annotated(mesh, F.mse_loss, "mse_loss", S0, [S0, S0])
+            loss = model(x, y)
+            loss.backward()
+            torch.distributed.all_reduce(total := loss.detach().clone())
+            found["mean", number] = torch.allclose(total, F.mse_loss(x, y))
+            found["gradient", number] = torch.allclose(x.grad, expected)
+        return found
+
+    for found in run_ranks(check, 2):
+        assert [case for case, same in found.items() if not same] == []
+
+
+def test_an_uneven_output_is_the_dtensor_of_eager():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        plan = generate_static(plan_of_rows(mesh), Rows(), rows(5))
+        ends = []
+        for mode in ("eager", "static"):
+            model = parallelize(Rows(), plan, mode=mode)
+            torch.manual_seed(3)
+            ends.append(model(**rows(5))["out"])
+        eager, static = ends
+        return (
+            (eager.shape, eager.placements) == (static.shape, static.placements),
+            static.shape == (5, 5),
+            torch.equal(eager.full_tensor(), static.full_tensor()),
+        )
+
+    assert run_ranks(check, 2) == [(True, True, True)] * 2
+
+
+@pytest.mark.slow
+def test_a_module_on_dtensors_takes_uneven_shards():
+    """Between modules on local tensors; its input is a shard of 7 tokens."""
+
+    def plan_of(mesh):
+        plan = zoo.llama(mesh, sp=True, **TP).eager(r"model\.norm")
+        return plan.redistribute(r"model\.norm.<in>", S1, S1, "tp")
+
+    cases = {"norm": (llama, plan_of, [tokens(2, length) for length in (7, 8, 5, 7)])}
+    for found in run_ranks(compare, 2, cases, (2,), ("tp",), timeout=300):
+        assert_equal(found)
 
 
 # The exchange of lengths
