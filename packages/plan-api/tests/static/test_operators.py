@@ -130,7 +130,7 @@ def test_cross_entropy_has_the_bits_of_dtensor_and_the_values_of_one_device(clas
         loss = F.cross_entropy(eager, targets, weights, **options)
         loss.redistribute(placements=rows if reduction == "none" else [R, R]).square().sum(
         ).backward()  # fmt: skip
-        plan = Plan(mesh)
+        plan = Plan(mesh).redistribute("<in:0>", [R, R], placements)
         plan.annotate("<op:cross_entropy>", placements)
         model = parallelize(
             Calls(lambda x, y: F.cross_entropy(x, y, weight, **options)),
@@ -138,7 +138,7 @@ def test_cross_entropy_has_the_bits_of_dtensor_and_the_values_of_one_device(clas
             mode="static",
             guard_steps=0,
         )
-        static = eager.detach().to_local().clone().requires_grad_()
+        static = logits.clone().requires_grad_()
         found = model(static, targets.to_local())
         if reduction == "none":
             same = torch.equal(found, loss.to_local())
@@ -153,7 +153,7 @@ def test_cross_entropy_has_the_bits_of_dtensor_and_the_values_of_one_device(clas
             found.backward(2 * value)
         close = torch.allclose(eager.grad.full_tensor(), plain.grad, atol=1e-6)
         close = close and torch.allclose(loss.full_tensor(), expected, atol=1e-6)
-        return same, close, torch.equal(static.grad, eager.grad.to_local())
+        return same, close, torch.equal(static.grad, eager.grad.full_tensor())
 
     for found in run_ranks(check, 4, timeout=240):
         assert {case: facts for case, facts in found.items() if not all(facts)} == {}
@@ -316,10 +316,15 @@ def test_global_split_sizes_in_the_code_are_divided(mesh):
     assert [one.shape for one in rows] == [(2, 6), (2, 6)]
 
 
-def test_an_uneven_size_is_refused(mesh):
-    model = _static(mesh, lambda x: x.view(4, 3), view=S1)
-    with pytest.raises(ValueError, match=r"view: expected a size that 2 ranks divide.*got 3"):
-        model(torch.ones(4, 3))
+def test_uneven_global_sizes_become_those_of_the_rank(mesh):
+    """Of 7 columns this rank, the first of two, has 4."""
+    part = torch.ones(2, 4)
+    assert _static(mesh, lambda x: x.view(2, 7), view=S1)(part).shape == (2, 4)
+    parts = _static(mesh, lambda x: x.split([3, 3], dim=1), split=S1)(part)
+    assert [one.shape for one in parts] == [(2, 2), (2, 2)]
+    wrong = _static(mesh, lambda x: x.view(4, 3), view=S1)
+    with pytest.raises(RuntimeError, match=r"invalid for input of size 12\n.*annotate <op>:view"):
+        wrong(torch.ones(4, 3))
 
 
 def test_calls_of_one_function_are_distinguished_by_number(mesh):

@@ -10,12 +10,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from plan_api import uninstall
 from plan_api.lowering.ir import AxisMove, OpKind, SiteStep
 from plan_api.runtime.local_redistribute import local_redistribution
+from plan_api.runtime.local_shards import ShardSizes, chunk_length
 from plan_api.static.redistribute import StaticRedistribution
 from testkit import CommLog, fake_mesh, run_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 AVG, MAX, MIN = Partial("avg"), Partial("max"), Partial("min")
-SHAPE = (4, 6)
+EVEN, UNEVEN, EMPTY = (4, 8), (5, 7), (3, 1)  # of the last, some ranks have nothing
+SHAPE = EVEN
 
 MOVES = [
     *product((P, AVG, MAX, MIN), (R, S0, S1)),
@@ -26,60 +28,80 @@ MOVES = [
 ]
 
 
-def _local(placement, rank, size):
+def _local(placement, rank, size, whole=SHAPE):
     """Returns a local tensor of this placement; replicated ones are the same on all ranks."""
     torch.manual_seed(3 if placement == R else 3 + rank)
-    shape = [*SHAPE]
+    shape = [*whole]
     if isinstance(placement, Shard):
-        shape[placement.dim] //= size
+        shape[placement.dim] = chunk_length(shape[placement.dim], size, rank)
     return torch.randn(shape)
 
 
-def _redistribution(mesh, src, dst, grad_src=None, grad_dst=None, axis="x", is_input=False):
-    moves = {axis: AxisMove(dst, src, grad_dst, grad_src)}
-    return StaticRedistribution(
-        SiteStep("<in>", 0, OpKind.REDIST, moves, (0,)), mesh, "layer.forward_pre", is_input
+def _dtensor(local, mesh, placements, whole):
+    stride = torch.empty(whole).stride()
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(whole), stride=stride
     )
 
 
+def _redistribution(
+    mesh, src, dst, grad_src=None, grad_dst=None, axis="x", is_input=False, sizes=None
+):
+    moves = {axis: AxisMove(dst, src, grad_dst, grad_src)}
+    step = SiteStep("<in>", 0, OpKind.REDIST, moves, (0,))
+    return StaticRedistribution(step, mesh, "layer.forward_pre", is_input, sizes=sizes)
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_redistributions_have_the_bits_and_collectives_of_dtensor(size):
+    """Of even and uneven shards: those are padded for the collective, and unpadded."""
+
     def check():
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("x",))
         found = {}
-        for src, dst in MOVES:
-            if size == 4 and S1 in (src, dst):
-                continue  # 4 ranks do not divide 6
-            local = _local(src, mesh.get_rank(), size)
+        for whole, (src, dst) in product((EVEN, UNEVEN, EMPTY), MOVES):
+            local = _local(src, mesh.get_rank(), size, whole)
+            length = whole[src.dim] if isinstance(src, Shard) and whole != EVEN else None
             before = local.clone()
             with CommLog() as native_log:
-                native = DTensor.from_local(local, mesh, [src], run_check=False).redistribute(
-                    placements=[dst]
-                )
+                native = _dtensor(local, mesh, [src], whole).redistribute(placements=[dst])
             with CommLog() as actual_log:
-                actual = local_redistribution(src, dst, mesh, 0, "x")(local)
-            found[src, dst] = (
-                torch.equal(actual, native._local_tensor),
-                actual.stride() == native._local_tensor.stride(),
+                actual = local_redistribution(src, dst, mesh, 0, "x")(local, length)
+            native = native._local_tensor
+            found[whole, src, dst] = (
+                torch.equal(actual, native),
+                actual.shape == native.shape,
+                actual.numel() < 2 or actual.stride() == native.stride(),
                 # On gloo DTensor runs an all-gather in place of the all-to-all.
                 (isinstance(src, Shard) and isinstance(dst, Shard))
                 or [(one.op, one.wire_bytes) for one in actual_log.calls]
                 == [(one.op, one.wire_bytes) for one in native_log.calls],
                 torch.equal(local, before),
                 # A shard has memory of its own: an operator may write to it.
-                actual.untyped_storage().data_ptr() != local.untyped_storage().data_ptr(),
+                not actual.numel()
+                or actual.untyped_storage().data_ptr() != local.untyped_storage().data_ptr(),
             )
         return found
 
     for found in run_ranks(check, size):
         wrong = {case: facts for case, facts in found.items() if not all(facts)}
         assert wrong == {}
-        assert len(found) == (len(MOVES) if size == 2 else 10)
+        assert len(found) == 3 * len(MOVES)
 
 
 @pytest.mark.ranks
-def test_gradients_have_the_bits_of_dtensor():
+@pytest.mark.parametrize(
+    ("size", "whole"),
+    [
+        (2, EVEN),
+        (2, UNEVEN),
+        pytest.param(4, UNEVEN, marks=pytest.mark.slow),
+        pytest.param(4, EMPTY, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_gradients_have_the_bits_of_dtensor(size, whole):
     """Replicated tensors are followed by equal or by different work on the ranks."""
     cases = [
         *((src, dst, dst) for src, dst in MOVES if isinstance(dst, Shard) and src != AVG),
@@ -88,25 +110,27 @@ def test_gradients_have_the_bits_of_dtensor():
     ]
 
     def check():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("x",))
+        sizes = ShardSizes(mesh)
+        if whole != EVEN:
+            sizes.shard(0, 0, whole[0])
         found = {}
         for src, dst, grad in cases:
-            local, grad_output = (
-                _local(src, mesh.get_rank(), 2),
-                _local(grad, mesh.get_rank() + 5, 2),
-            )
-            native = DTensor.from_local(local, mesh, [src], run_check=False).detach()
-            native.requires_grad_()
-            gradient = DTensor.from_local(grad_output, mesh, [grad], run_check=False)
+            local = _local(src, mesh.get_rank(), size, whole)
+            grad_output = _local(grad, mesh.get_rank(), size, whole).square()
+            native = _dtensor(local, mesh, [src], whole).detach().requires_grad_()
+            gradient = _dtensor(grad_output, mesh, [grad], whole)
             native.redistribute(placements=[dst]).backward(gradient)
-            # Without a redistribution forward DTensor leaves the gradient Partial.
-            expected = native.grad.redistribute(placements=[src if isinstance(src, Shard) else R])
+            # Without a redistribution forward DTensor leaves the gradient as it is.
+            back = src if isinstance(src, Shard) else R
+            expected = native.grad.redistribute(placements=[back])
             actual = local.clone().requires_grad_()
-            _redistribution(mesh, src, dst, grad_src=grad)(actual).backward(grad_output)
+            redistribution = _redistribution(mesh, src, dst, grad, back, sizes=sizes)
+            redistribution(actual).backward(grad_output)
             found[src, dst, grad] = torch.equal(actual.grad, expected._local_tensor)
         return found
 
-    for found in run_ranks(check, 2):
+    for found in run_ranks(check, size):
         assert [case for case, same in found.items() if not same] == []
         assert len(found) == len(cases)
 
@@ -135,7 +159,7 @@ def test_the_gradient_of_an_average_is_divided_by_the_ranks():
         mean.backward(torch.full(SHAPE, 3.0))
         scattered = torch.full(SHAPE, 1.0 + mesh.get_rank(), requires_grad=True)
         part = _redistribution(mesh, AVG, S0)(scattered)
-        part.backward(torch.full((2, 6), 1.0 + mesh.get_rank()))
+        part.backward(torch.full((2, 8), 1.0 + mesh.get_rank()))
         rows = [0.5] * 2 + [1.0] * 2
         expected = torch.tensor(rows).unsqueeze(1).expand(SHAPE)
         return (
@@ -163,26 +187,26 @@ def test_several_axes_are_redistributed_in_the_order_of_dtensor():
         uninstall()  # two of the ranks may come from a test that used dtensor-rules on them alone
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
         wrong = []
-        for src, dst in cases:
+        for whole, (src, dst) in product((EVEN, UNEVEN), cases):
             # A replicated tensor is the same on the ranks along its axis.
             where = zip(mesh.get_coordinate(), src, strict=True)
             torch.manual_seed(sum((at + 1) * 7**n for n, (at, p) in enumerate(where) if p != R))
-            shape = [4, 4]
-            for one in src:
+            shape = [*whole]
+            for at, one in zip(mesh.get_coordinate(), src, strict=True):
                 if isinstance(one, Shard):
-                    shape[one.dim] //= 2
+                    shape[one.dim] = chunk_length(shape[one.dim], 2, at)
             local = torch.randn(shape)
             moves = {
                 axis: AxisMove(dst[at], src[at], grad_src=dst[at], grad_dst=R)
                 for at, axis in enumerate("xy")
             }
+            sizes = ShardSizes(mesh, [] if whole == EVEN else [(src, whole), (dst, whole)])
             redistribution = StaticRedistribution(
-                SiteStep("<in>", 0, OpKind.REDIST, moves, (0,)), mesh, "site"
+                SiteStep("<in>", 0, OpKind.REDIST, moves, (0,)), mesh, "site", sizes=sizes
             )
-            native = DTensor.from_local(local, mesh, src, run_check=False)
-            native = native.redistribute(placements=dst)._local_tensor
-            if not torch.equal(redistribution(local), native):
-                wrong.append((src, dst))
+            native = _dtensor(local, mesh, src, whole).redistribute(placements=dst)
+            if not torch.equal(redistribution(local), native._local_tensor):
+                wrong.append((whole, src, dst))
         return wrong
 
     assert run_ranks(check, 4) == [[]] * 4
@@ -249,14 +273,6 @@ def test_inputs_of_the_model_are_replicated_and_other_tensors_need_a_src(axis):
 def test_redistributions_that_dtensor_refuses_or_rounds_otherwise_are_refused(axis, src, dst):
     with pytest.raises(ValueError, match=r"cannot redistribute .*use mode='eager'"):
         _redistribution(axis, src, dst, grad_src=R)
-
-
-@pytest.mark.parametrize(("src", "dst"), [(R, S0), (P, S0), (S1, S0)], ids=str)
-def test_uneven_shards_are_refused_with_site_and_shape(axis, src, dst):
-    with pytest.raises(
-        ValueError, match=r"layer.forward_pre:<in>:0: .* 2 ranks divide .*shape \(3, 2\)"
-    ):
-        _redistribution(axis, src, dst)(torch.ones(3, 2))
 
 
 def test_a_dtensor_is_refused_with_its_site(axis):

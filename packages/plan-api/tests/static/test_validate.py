@@ -120,16 +120,6 @@ def test_a_dtensor_input_is_refused(mesh):
         model(x=DTensor.from_local(torch.ones(4, 4), mesh, [S0]))
 
 
-def test_an_uneven_batch_is_refused_by_site_and_shape(mesh):
-    plan = Plan(mesh).redistribute("<in>", R, S0)
-    model = parallelize(TwoLinears(), plan, mode="static")
-    message = r"forward_pre:<in>:0: .*dim 0 .* 2 ranks .*shape \(3, 4\).*pad it"
-    with CommLog() as log, pytest.raises(ValueError, match=message):
-        model(torch.ones(3, 4))
-    assert log.calls == ()
-    model(torch.ones(4, 4))
-
-
 @pytest.mark.ranks
 def test_ranks_with_different_modes_or_gradient_placements_raise():
     def by_mode():

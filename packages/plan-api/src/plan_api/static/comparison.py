@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.hooks import RemovableHandle
 
+from plan_api._compat import is_uneven_view_error
 from plan_api.inspect.collective_recorder import (
     CollectiveDifference,
     SentCollective,
@@ -238,10 +239,14 @@ def _run_forward(
     try:
         return model(*args, **kwargs)
     except Exception as error:
+        remedy = "where it fails in static mode only, its code may name global sizes, where its "
+        remedy += "tensors have local ones"
+        if is_uneven_view_error(str(error)):  # of DTensor
+            remedy = "static mode runs this, and Eager, with which it is compared, does not: let "
+            remedy += "the first step be one of even shards, or pass guard_steps=0"
         raise StaticError(
             f"the model fails in {running[-1] or 'its own code'}, or in what follows it: {error}; "
-            f"where it fails in static mode only, its code may name global sizes, where its "
-            f"tensors have local ones",
+            f"{remedy}",
             running[-1],
         ) from error
     finally:

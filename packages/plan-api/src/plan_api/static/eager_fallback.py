@@ -25,6 +25,7 @@ from plan_api.lowering.ir import AxisMove, ExpertIndices, HookPoint, OpKind, Sit
 from plan_api.lowering.model_names import argument_slot, is_inside, positional_names
 from plan_api.runtime.containers import map_tensors, replace_part
 from plan_api.runtime.hooks import SiteCoverage
+from plan_api.runtime.local_shards import ShardSizes
 from plan_api.spec.axes import axis_names
 from plan_api.spec.path import generalize_numbers
 from plan_api.static.comparison import StaticError
@@ -75,6 +76,7 @@ def install_eager_fallback(
     indices: Mapping[str, Sequence[ExpertIndices]],
     mesh: DeviceMesh,
     coverage: SiteCoverage,
+    sizes: ShardSizes,
 ) -> Iterator[RemovableHandle]:
     """Installs the hooks of one eager fallback, and of the modules inside of it.
 
@@ -85,9 +87,11 @@ def install_eager_fallback(
         indices: arguments that are expert indices, by the module's path.
         mesh: the plan's mesh.
         coverage: records the sites that are passed.
+        sizes: knows the global sizes of uneven shards.
     """
     module = model.get_submodule(path)
-    enter = _InputsToDTensors(positional_names(module), _input_placements(path, sites, mesh), mesh)
+    placements = _input_placements(path, sites, mesh)
+    enter = _InputsToDTensors(path, positional_names(module), placements, mesh, sizes)
     yield module.register_forward_pre_hook(enter, with_kwargs=True)
     inside = [site for site in sites if is_inside(site.path, path)]
     own_indices = {name: index for name, index in indices.items() if is_inside(name, path)}
@@ -140,13 +144,13 @@ class _InputsToDTensors:
     """Makes the inputs of a module DTensors: placed as the plan says, others replicated."""
 
     def __init__(
-        self, places: Sequence[str], placements: Mapping[int | str, _InputPlacements],
-        mesh: DeviceMesh,
+        self, path: str, places: Sequence[str],
+        placements: Mapping[int | str, _InputPlacements], mesh: DeviceMesh, sizes: ShardSizes,
     ) -> None:  # fmt: skip
         self._placed = [
             (*argument_slot(index, places), placement) for index, placement in placements.items()
         ]
-        self._mesh = mesh
+        self._mesh, self._sizes, self._what = mesh, sizes, f"{path}.<in>"
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         by_place, by_name = [*args], dict(kwargs)
@@ -167,7 +171,7 @@ class _InputsToDTensors:
             if isinstance(tensor, DTensor):
                 return tensor
             return _AsDTensor.apply(  # type: ignore[no-any-return, no-untyped-call]
-                tensor, self._mesh, placements.forward, placements.backward
+                tensor, self._sizes, self._what, placements
             )
 
         return convert
@@ -203,14 +207,10 @@ class _OutputsToLocal:
 class _AsDTensor(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        local: torch.Tensor,
-        mesh: DeviceMesh,
-        placements: _Placements,
-        grad_placements: _Placements,
+        ctx: Any, local: torch.Tensor, sizes: ShardSizes, what: str, placements: _InputPlacements
     ) -> torch.Tensor:
-        ctx.grad_placements = grad_placements
-        return DTensor.from_local(local, mesh, placements, run_check=False)
+        ctx.grad_placements = placements.backward
+        return sizes.as_dtensor(what, local, placements.forward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:

@@ -13,12 +13,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site, gradient_placements
+from plan_api.lowering.model_names import named_state
 from plan_api.ops.expert_indices import install_expert_indices
 from plan_api.options import ParallelizeOptions
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.gradients import GradientReduction
 from plan_api.runtime.hooks import SiteCoverage, install_site_hook
+from plan_api.runtime.local_shards import ShardSizes
 from plan_api.static.coverage import CallCoverage
 from plan_api.static.eager_fallback import install_eager_fallback
 from plan_api.static.embeddings import static_sites
@@ -88,14 +90,15 @@ def install_static(
         model, lowered.runs_on_dtensors, reduced_by_fsdp, with_phases
     )
     call_coverage = CallCoverage()
+    sizes = _sizes_of_params(model, lowered, mesh)
     handles: list[RemovableHandle] = [*install_initializers(model, local_params)]
     for path in lowered.eager:
         handles += install_eager_fallback(
-            model, path, lowered.sites, lowered.indices, mesh, coverage
+            model, path, lowered.sites, lowered.indices, mesh, coverage, sizes
         )
     for site in static_sites(model, lowered, mesh):
-        handles += _install_site(site, model, lowered, mesh, coverage, call_coverage, types)
-    handles += install_factories(model, lowered.sites, mesh, lowered.runs_on_dtensors, types)
+        handles += _install_site(site, model, lowered, mesh, coverage, call_coverage, types, sizes)
+    handles += install_factories(model, lowered.sites, mesh, lowered.runs_on_dtensors, types, sizes)
     for path, indices in lowered.indices.items():
         if not lowered.runs_on_dtensors(path):
             handles += install_expert_indices(model.get_submodule(path), indices, mesh, path)
@@ -115,10 +118,17 @@ def install_static(
         options.guard_steps,
     )  # fmt: skip
     # Prepended after the guard's hook, so that it runs before it.
-    begin = _begin_call(local_params, unsharded, gradients, call_coverage)
+    begin = _begin_call(local_params, unsharded, gradients, call_coverage, sizes)
     handles.append(model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
     return InstalledStatic(
         (*handles, *guard.handles), gradients, guard, (*local_params, *unsharded)
+    )
+
+
+def _sizes_of_params(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> ShardSizes:
+    shapes = {name: tensor.shape for name, tensor in named_state(model)}
+    return ShardSizes(
+        mesh, ((schedule.run, shapes[name]) for name, schedule in lowered.schedules.items())
     )
 
 
@@ -130,18 +140,20 @@ def _install_site(
     coverage: SiteCoverage,
     call_coverage: CallCoverage,
     types: SiteTypes | None,
+    sizes: ShardSizes,
 ) -> list[RemovableHandle]:
     module = model.get_submodule(site.path)
     if site.hook_point is HookPoint.OPERATOR:
-        return install_operators(site, module, mesh, lowered.runs_on_dtensors, types)
+        return install_operators(site, module, mesh, lowered.runs_on_dtensors, types, sizes)
     if site.hook_point is HookPoint.RUN:
-        return _redistribute_params(site, module, mesh, types)
+        return _redistribute_params(site, module, mesh, types, sizes)
     if not site.hook_point.is_module_hook:
         return []
     transforms = [
         (step.index, transform)
         for step in site.moved
-        if (transform := static_transform(site, step, mesh, call_coverage, types)) is not None
+        if (transform := static_transform(site, step, mesh, call_coverage, types, sizes))
+        is not None
     ]
     if transforms:
         return [install_site_hook(site, module, transforms, coverage)]
@@ -150,13 +162,13 @@ def _install_site(
 
 
 def _redistribute_params(
-    site: Site, module: nn.Module, mesh: DeviceMesh, types: SiteTypes | None
+    site: Site, module: nn.Module, mesh: DeviceMesh, types: SiteTypes | None, sizes: ShardSizes
 ) -> list[RemovableHandle]:
     """Redistributes parameters while their module runs, such as a bias to Partial."""
     transforms = []
     for step in site.steps:
         if step.kind is OpKind.REDIST:
-            transform = StaticRedistribution(step, mesh, site.name)
+            transform = StaticRedistribution(step, mesh, site.name, sizes=sizes)
             typed = transform if types is None else types.redistributed(site, step, transform)
             transforms.append((step.tensor, StepContext(site.name, step).wrap(typed)))
     if not transforms:
@@ -187,10 +199,12 @@ def _begin_call(
     unsharded: Sequence[UnshardedLocalParam],
     gradients: LocalParamGradients,
     call_coverage: CallCoverage,
+    sizes: ShardSizes,
 ) -> Any:
     def hook(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         restore_interrupted_steps()
         call_coverage.begin_call()
+        sizes.begin_call(args, kwargs)
         gradients.free_unused()
         renewed = [local_param.refresh() for local_param in local_params]
         for one in unsharded:

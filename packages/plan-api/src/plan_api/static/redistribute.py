@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from plan_api.runtime.attribution import moving
 from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.hooks import TensorTransform
 from plan_api.runtime.local_redistribute import LocalRedistribution, local_redistribution
+from plan_api.runtime.local_shards import ShardSizes
 from plan_api.spec.axes import axis_names
 from plan_api.spec.placements import format_placement
 from plan_api.static.coverage import CallCoverage
@@ -30,6 +31,15 @@ class _AxisChange(NamedTuple):
     axis: int
     src: Placement
     dst: Placement
+
+
+class _Change(NamedTuple):
+    """An axis change, and the function that makes it."""
+
+    axis: int
+    src: Placement
+    dst: Placement
+    redistribute: LocalRedistribution
 
 
 class AxisPlacements(NamedTuple):
@@ -69,6 +79,7 @@ def static_transform(
     mesh: DeviceMesh,
     call_coverage: CallCoverage | None = None,
     types: SiteTypes | None = None,
+    sizes: ShardSizes | None = None,
 ) -> TensorTransform | None:
     """Returns what a hook does with the local tensors of a step; None if nothing.
 
@@ -78,6 +89,7 @@ def static_transform(
         mesh: the plan's mesh.
         call_coverage: see `StaticRedistribution`.
         types: checks the types of the tensors; None: they are not checked.
+        sizes: see `StaticRedistribution`.
 
     Raises:
         ValueError: the step does not say the current placement of a tensor, or of its gradient.
@@ -88,12 +100,12 @@ def static_transform(
             return types.annotated(site, step)
         # Only the model's own output is annotated at run time.
         return (
-            _OutputAsDTensor(step, mesh)
+            _OutputAsDTensor(site, step, mesh, sizes)
             if at_root and site.hook_point is HookPoint.FORWARD
             else None
         )
     is_input = at_root and site.hook_point is HookPoint.FORWARD_PRE
-    transform = StaticRedistribution(step, mesh, site.name, is_input, call_coverage)
+    transform = StaticRedistribution(step, mesh, site.name, is_input, call_coverage, sizes)
     if types is not None:
         return types.redistributed(site, step, transform)
     return None if transform.is_identity else transform
@@ -109,6 +121,7 @@ class StaticRedistribution:
         is_input: whether tensors without a current placement in the plan are replicated, as are
             those with which the script calls the model.
         call_coverage: records each tensor that is redistributed; None: not recorded.
+        sizes: knows the global sizes of uneven shards, of the whole model; None: of this step only.
 
     Attributes:
         placements: by axis, those before and after.
@@ -126,8 +139,10 @@ class StaticRedistribution:
         site: str,
         is_input: bool = False,
         call_coverage: CallCoverage | None = None,
+        sizes: ShardSizes | None = None,
     ) -> None:
         self._call_coverage = call_coverage
+        self._sizes = sizes or ShardSizes(mesh)
         self.what = f"{site}:{step.tensor}:{step.index}"
         self._step = step
         self.backward_context = StepContext(f"the backward of {site}", step)
@@ -152,19 +167,18 @@ class StaticRedistribution:
         self._after = tuple(one.dst for one in forward)
         self._forward = _in_order(forward, mesh, self.what)
         self._backward = _in_order(backward, mesh, f"the gradient of {self.what}")
-        if averaged > 1:
-            self._backward.append(lambda grad: grad / averaged)
+        self._averaged = averaged
 
     @property
     def is_identity(self) -> bool:
         """Whether it changes neither tensors nor gradients."""
-        return not self._forward and not self._backward
+        return not self._forward and not self._backward and self._averaged == 1
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the redistributed local tensor.
 
         Raises:
-            ValueError: the tensor is a DTensor, or cannot be sharded evenly.
+            ValueError: the tensor is a DTensor, or its shards are not those of `torch.chunk`.
         """
         if isinstance(tensor, DTensor):
             raise ValueError(
@@ -176,32 +190,44 @@ class StaticRedistribution:
             self._call_coverage.add(self.what)
         if tensor.requires_grad and torch.is_grad_enabled():
             return _RedistributeLocal.apply(tensor, self)  # type: ignore[no-any-return, no-untyped-call]
-        return self.forward(tensor)
+        return self.forward(tensor)[0]
 
-    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Redistributes a tensor, without autograd."""
-        return self._apply(tensor, self._forward, self._before, self._after)
+    def forward(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Mapping[int, int | None]]:
+        """Redistributes a tensor, without autograd.
 
-    def backward(self, grad: torch.Tensor) -> torch.Tensor:
-        """Redistributes the gradient of an output to that of the input."""
-        return self._apply(grad, self._backward, self._after, self._before)
+        Returns:
+            the tensor, and by axis the global sizes of dims that have been sharded unevenly.
+        """
+        sharded: dict[int, int | None] = {}
+        if not self._forward:
+            return tensor, sharded
+        with moving(self._step, self._before, self._after):
+            for axis, src, dst, redistribute in self._forward:
+                length = None
+                if type(src) is Shard:
+                    length = self._sizes.length(self.what, axis, src.dim, tensor)
+                if type(dst) is Shard:
+                    sharded[axis] = self._sizes.shard(axis, dst.dim, tensor.shape[dst.dim])
+                tensor = redistribute(tensor, length)
+        return tensor, sharded
+
+    def backward(self, grad: torch.Tensor, lengths: Mapping[int, int | None]) -> torch.Tensor:
+        """Redistributes the gradient of an output to that of the input.
+
+        Args:
+            grad: of the output.
+            lengths: those that `forward` returned: a gradient is sharded as its tensor.
+        """
+        if self._backward:
+            with moving(self._step, self._after, self._before):
+                for axis, src, _, redistribute in self._backward:
+                    length = lengths.get(axis) if type(src) is Shard else None
+                    grad = redistribute(grad, length)
+        return grad if self._averaged == 1 else grad / self._averaged
 
     def _waits_for_(self) -> str:
         """Describes the collective to `fused_comm.diagnosis`."""
         return f"plan-api: {self.what}, {self._step.description}"
-
-    def _apply(
-        self,
-        tensor: torch.Tensor,
-        changes: Sequence[LocalRedistribution],
-        before: tuple[Placement, ...],
-        after: tuple[Placement, ...],
-    ) -> torch.Tensor:
-        if changes:
-            with moving(self._step, before, after):
-                for change in changes:
-                    tensor = change(tensor)
-        return tensor
 
     def _current_placement(self, axis: str, move: AxisMove, is_input: bool) -> Placement:
         if move.src is not None:
@@ -242,21 +268,24 @@ class _OutputAsDTensor:
 
     settled: DTensorSpec | None = None
 
-    def __init__(self, step: SiteStep, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+    def __init__(
+        self, site: Site, step: SiteStep, mesh: DeviceMesh, sizes: ShardSizes | None
+    ) -> None:
+        self._mesh, self._sizes = mesh, sizes or ShardSizes(mesh)
+        self._what = f"{site.name}:{step.tensor}:{step.index}"
         self._placements: list[Placement] = [
             step.moves[axis].dst if axis in step.moves else Replicate() for axis in axis_names(mesh)
         ]
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        return DTensor.from_local(tensor, self._mesh, self._placements, run_check=False)
+        return self._sizes.as_dtensor(self._what, tensor, self._placements)
 
 
 class _RedistributeLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, transform: StaticRedistribution) -> torch.Tensor:
-        ctx.transform = transform
-        after = transform.forward(tensor)
+        after, sharded = transform.forward(tensor)
+        ctx.transform, ctx.lengths = transform, sharded
         # The output of an autograd function must not be its input.
         return tensor.view_as(tensor) if after is tensor else after
 
@@ -264,15 +293,13 @@ class _RedistributeLocal(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
         transform: StaticRedistribution = ctx.transform
         try:
-            return transform.backward(grads[0]), None
+            return transform.backward(grads[0], ctx.lengths), None
         except Exception as error:
             transform.backward_context.add_to(error, grads)
             raise
 
 
-def _in_order(
-    changes: Iterable[_AxisChange], mesh: DeviceMesh, what: str
-) -> list[LocalRedistribution]:
+def _in_order(changes: Iterable[_AxisChange], mesh: DeviceMesh, what: str) -> list[_Change]:
     """Orders changes as DTensor does: gathers and reductions first, then shards.
 
     A dim that several axes shard is sharded by the outermost axis first, and so gathered by the
@@ -292,7 +319,7 @@ def _in_order(
     if any(isinstance(one.src, Shard) for one in by_axis):
         gathers.reverse()
     return [
-        local_redistribution(one.src, one.dst, mesh, one.axis, what)
+        _Change(*one, local_redistribution(one.src, one.dst, mesh, one.axis, what))
         for one in [*gathers, *(one for one in split if one.src == Replicate())]
     ]
 

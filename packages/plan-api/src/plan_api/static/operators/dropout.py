@@ -11,13 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plan_api.ops.attention import attention_with_dropout, draws_attention_masks
 from plan_api.ops.function_calls import TorchFunction
-from plan_api.static.operators.shards import Placements, as_dtensor
+from plan_api.runtime.local_shards import TensorSizes
+from plan_api.static.operators.shards import Placements
 from plan_api.static.shadow_model import is_fake
 
 __all__ = ["attention", "dropout"]
 
 
-def dropout(_: TorchFunction, mesh: DeviceMesh, placements: Placements) -> TorchFunction:
+def dropout(
+    _: TorchFunction, mesh: DeviceMesh, placements: Placements, sizes: TensorSizes
+) -> TorchFunction:
     """Draws this rank's part of one device's mask; torch's own without dist-rng."""
     if "dist_rng" not in sys.modules:
         return F.dropout
@@ -27,7 +30,7 @@ def dropout(_: TorchFunction, mesh: DeviceMesh, placements: Placements) -> Torch
     if not is_installed():
         return F.dropout
 
-    regions: dict[tuple[torch.Size, tuple[int, ...]], Region] = {}
+    regions: dict[tuple[torch.Size, torch.Size, tuple[int, ...]], Region] = {}
 
     def global_dropout(
         input: torch.Tensor,  # noqa: A002  # torch's name
@@ -39,21 +42,22 @@ def dropout(_: TorchFunction, mesh: DeviceMesh, placements: Placements) -> Torch
     ) -> torch.Tensor:
         if not training or not train or p == 0.0:
             return input
-        key = (input.shape, input.stride())
+        key = (sizes.global_shape(input), input.shape, input.stride())
         if key not in regions:
-            regions[key] = Region.of(as_dtensor(input.detach(), mesh, placements))
+            regions[key] = Region.of(sizes.as_dtensor(input.detach(), key[0]))
         result = local_dropout(input, regions[key], p)
         return input.copy_(result) if inplace else result
 
     return global_dropout
 
 
-def attention(function: TorchFunction, mesh: DeviceMesh, placements: Placements) -> TorchFunction:
+def attention(
+    function: TorchFunction, mesh: DeviceMesh, placements: Placements, sizes: TensorSizes
+) -> TorchFunction:
     """Draws this rank's part of the mask of attention weights, whose placements are the plan's."""
-    with_dropout: TorchFunction | None = None
+    with_dropout: dict[torch.Size, TorchFunction] = {}
 
     def local_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        nonlocal with_dropout
         result: torch.Tensor
         dropout_p = args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0)
         if dropout_p == 0.0 or is_fake(query):  # a FakeTensor draws nothing
@@ -71,9 +75,11 @@ def attention(function: TorchFunction, mesh: DeviceMesh, placements: Placements)
                 f"scaled_dot_product_attention with dropout: expected batch or heads sharded, "
                 f"Shard(0) or Shard(1), got {placements}"
             )
-        if with_dropout is None:
-            with_dropout = attention_with_dropout(mesh, placements)
-        result = with_dropout(query, *args, **kwargs)
+        key: torch.Tensor = args[0] if args else kwargs["key"]
+        weights = torch.Size((*sizes.global_shape(query)[:-1], key.shape[-2]))
+        if weights not in with_dropout:
+            with_dropout[weights] = attention_with_dropout(mesh, placements, weights)
+        result = with_dropout[weights](query, *args, **kwargs)
         return result
 
     return local_attention

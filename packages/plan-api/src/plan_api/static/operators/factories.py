@@ -15,6 +15,7 @@ from plan_api.lowering.ir import OpKind, Site, SiteStep
 from plan_api.ops.factories import CreateTensor, install_creation
 from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.local_redistribute import LocalRedistribution, local_redistribution
+from plan_api.runtime.local_shards import ShardSizes
 from plan_api.spec.axes import axis_names
 from plan_api.spec.placements import format_placement
 from plan_api.static.redistribute import SiteTypes
@@ -41,7 +42,8 @@ def install_factories(
     sites: Iterable[Site],
     mesh: DeviceMesh,
     stays: Callable[[str], bool],
-    types: SiteTypes | None = None,
+    types: SiteTypes | None,
+    sizes: ShardSizes,
 ) -> Iterator[RemovableHandle]:
     """Installs hooks that take shards of the tensors that modules create.
 
@@ -51,27 +53,29 @@ def install_factories(
         mesh: of the plan.
         stays: whether the module of a path is an eager fallback.
         types: types the tensors; None: they have none.
+        sizes: is told of uneven shards.
     """
     for site in sites:
         for step in site.steps:
             if step.kind is OpKind.FACTORY and not stays(site.path):
-                create = _sharded(site, step, mesh)
+                create = _sharded(site, step, mesh, sizes)
                 if types is not None:
                     create = types.operator(site, step, create)
                 create = StepContext(site.name, step).wrap(create)
                 yield from install_creation(model.get_submodule(site.path), create)
 
 
-def _sharded(site: Site, step: SiteStep, mesh: DeviceMesh) -> CreateTensor:
+def _sharded(site: Site, step: SiteStep, mesh: DeviceMesh, sizes: ShardSizes) -> CreateTensor:
     axes, what = axis_names(mesh), f"{site.name}: factory"
-    shards: list[tuple[int, LocalRedistribution]] = []
+    shards: list[tuple[int, int, LocalRedistribution]] = []  # axis, dim
     ranks: dict[int, int] = {}  # along sharded dims, if the code passes local sizes
     for axis, move in step.moves.items():
         dim = getattr(move.dst, "dim", None)
         if dim is None:
             continue
         number = axes.index(axis)
-        shards.append((dim, local_redistribution(Replicate(), move.dst, mesh, number, what)))
+        shard = local_redistribution(Replicate(), move.dst, mesh, number, what)
+        shards.append((number, dim, shard))
         if dict(move.options).get("sizes") == "local":
             ranks[dim] = ranks.get(dim, 1) * mesh.size(number)
 
@@ -83,8 +87,9 @@ def _sharded(site: Site, step: SiteStep, mesh: DeviceMesh) -> CreateTensor:
         created: torch.Tensor = function(*arguments[0], **arguments[1])
         if type(created) is not torch.Tensor or created.device.type != mesh.device_type:
             return created
-        for dim, shard in shards:
+        for axis, dim, shard in shards:
             if dim < created.ndim:
+                sizes.shard(axis, dim, created.shape[dim])
                 created = shard(created)
         return created
 

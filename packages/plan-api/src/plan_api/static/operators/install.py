@@ -17,11 +17,12 @@ from plan_api.lowering.ir import Site
 from plan_api.ops.function_calls import FunctionInterception, InterceptedCalls, TorchFunction
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
+from plan_api.runtime.local_shards import ShardSizes, TensorSizes
 from plan_api.spec.axes import axis_names
 from plan_api.static.operators.dropout import attention, dropout
 from plan_api.static.operators.losses import cross_entropy, mean, nll_loss
 from plan_api.static.operators.normalization import batch_norm, group_norm
-from plan_api.static.operators.shards import MakeReplacement, Placements, as_dtensor
+from plan_api.static.operators.shards import MakeReplacement, Placements
 from plan_api.static.operators.sizes import embedding, sized, split
 from plan_api.static.redistribute import SiteTypes
 
@@ -44,6 +45,7 @@ def install_operators(
     mesh: DeviceMesh,
     stays: Callable[[str], bool],
     types: SiteTypes | None = None,
+    sizes: ShardSizes | None = None,
 ) -> list[RemovableHandle]:
     """Installs hooks that intercept operators in a module's own code.
 
@@ -53,12 +55,14 @@ def install_operators(
         mesh: the plan's mesh.
         stays: whether the module of a path is an eager fallback.
         types: checks the types of the operators' tensors; None: they are not checked.
+        sizes: knows the global sizes of uneven shards, of the whole model; None: of this site only.
     """
-    axes = axis_names(mesh)
+    axes, sizes = axis_names(mesh), sizes or ShardSizes(mesh)
     table: dict[TorchFunction, InterceptedCalls] = {}
     for step in site.steps:
         by_axis = {axes.index(axis): move.dst for axis, move in step.moves.items()}
         placements = tuple(by_axis.get(axis, Replicate()) for axis in range(mesh.ndim))
+        of_tensor = sizes.at(f"{site.name}:{step.tensor}:{step.index}", placements)
         name, _, number = str(step.index).partition(":")
         for function in _functions(name, site.name):
             make = _REPLACEMENTS.get(function.__name__, _with_dtensor)
@@ -66,7 +70,7 @@ def install_operators(
             inner = getattr(function, "__wrapped__", None)
             while inner is not None:  # this package and dist-rng wrap some functions
                 table[inner], inner = calls, getattr(inner, "__wrapped__", None)
-            replacement = make(function, mesh, placements)
+            replacement = make(function, mesh, placements, of_tensor)
             if types is not None:
                 replacement = types.operator(site, step, replacement)
             replacement = StepContext(site.name, step).wrap(replacement)
@@ -113,7 +117,7 @@ def _functions(name: str, where: str) -> list[TorchFunction]:
 
 
 def _with_dtensor(
-    function: TorchFunction, mesh: DeviceMesh, placements: Placements
+    function: TorchFunction, _: DeviceMesh, __: Placements, sizes: TensorSizes
 ) -> TorchFunction:
     """Runs any other function with its first tensor as a DTensor.
 
@@ -134,7 +138,7 @@ def _with_dtensor(
             return compute(*args, **kwargs)
         converted = [*args]
         local = args[first].clone() if of_copy else args[first]
-        converted[first] = as_dtensor(local, mesh, placements)
+        converted[first] = sizes.as_dtensor(local)
         return map_tensors(
             compute(*converted, **kwargs),
             lambda one: one.to_local() if isinstance(one, DTensor) else one,

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import inspect
-import math
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn._reduction import get_enum, legacy_get_string
 
-from plan_api.ops.cross_entropy import LogitsSharding, log_likelihood_loss
 from plan_api.ops.cross_entropy import cross_entropy as local_cross_entropy
+from plan_api.ops.cross_entropy import log_likelihood_loss
 from plan_api.ops.function_calls import TorchFunction
 from plan_api.ops.losses import WEIGHTED_MEANS, is_mean, weighted_mean
-from plan_api.static.operators.shards import Placements, sharding_of_classes, shards_of
+from plan_api.runtime.local_shards import TensorSizes
+from plan_api.static.operators.shards import Placements, sharding_of_classes
 
 __all__ = ["cross_entropy", "mean", "nll_loss"]
 
 
 def cross_entropy(
-    function: TorchFunction, mesh: DeviceMesh, placements: Placements
+    function: TorchFunction, mesh: DeviceMesh, placements: Placements, sizes: TensorSizes
 ) -> TorchFunction:
     """Computes this rank's term of the loss, whose classes and rows may be sharded."""
-    shardings: dict[torch.Size, LogitsSharding] = {}
 
     def sharded_cross_entropy(
         input: torch.Tensor,  # noqa: A002  # torch's name
@@ -40,13 +39,10 @@ def cross_entropy(
                 f"cross_entropy: expected targets that are classes, in static mode, got "
                 f"probabilities of {tuple(target.shape)}; use mode='eager'"
             )
-        dim = min(1, input.ndim - 1)
-        if input.shape not in shardings:
-            what = "cross_entropy: classes"
-            shardings[input.shape] = sharding_of_classes(input, dim, mesh, placements, what)
+        sharding = sharding_of_classes(input, min(1, input.ndim - 1), mesh, placements, sizes)
         if size_average is not None or reduce is not None:
             reduction = legacy_get_string(size_average, reduce)
-        sharding, kind = shardings[input.shape], get_enum(reduction)
+        kind = get_enum(reduction)
         if label_smoothing and sharding.axis is None and not sharding.rows:
             smoothing = {"reduction": reduction, "label_smoothing": label_smoothing}
             loss: torch.Tensor = function(
@@ -60,9 +56,10 @@ def cross_entropy(
     return sharded_cross_entropy
 
 
-def nll_loss(_: TorchFunction, mesh: DeviceMesh, placements: Placements) -> TorchFunction:
+def nll_loss(
+    _: TorchFunction, mesh: DeviceMesh, placements: Placements, sizes: TensorSizes
+) -> TorchFunction:
     """Computes this rank's term of the loss of log probabilities, sharded as `cross_entropy`'s."""
-    shardings: dict[torch.Size, LogitsSharding] = {}
 
     def sharded_nll_loss(
         input: torch.Tensor,  # noqa: A002  # torch's name
@@ -73,29 +70,34 @@ def nll_loss(_: TorchFunction, mesh: DeviceMesh, placements: Placements) -> Torc
         reduce: bool | None = None,
         reduction: str = "mean",
     ) -> torch.Tensor:
-        if input.shape not in shardings:
-            dim, what = min(1, input.ndim - 1), "nll_loss: classes"
-            shardings[input.shape] = sharding_of_classes(input, dim, mesh, placements, what)
+        sharding = sharding_of_classes(input, min(1, input.ndim - 1), mesh, placements, sizes)
         if size_average is not None or reduce is not None:
             reduction = legacy_get_string(size_average, reduce)
         return log_likelihood_loss(
-            input, target, weight, get_enum(reduction), ignore_index, shardings[input.shape]
+            input, target, weight, get_enum(reduction), ignore_index, sharding
         )
 
     return sharded_nll_loss
 
 
-def mean(function: TorchFunction, mesh: DeviceMesh, placements: Placements) -> TorchFunction:
+def mean(
+    function: TorchFunction, mesh: DeviceMesh, placements: Placements, sizes: TensorSizes
+) -> TorchFunction:
     """Scales a mean over local elements to this rank's term of the global mean."""
-    share = 1 / math.prod(size for _, size in shards_of(mesh, placements))
     axes = [axis for axis, one in enumerate(placements) if not one.is_replicate()]
     is_functional = inspect.isfunction(function)  # torch's builtin has no signature, an enum
+
+    def of_global(loss: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        share = local.numel() / max(1, sizes.count(local))
+        # The mean of no elements is nan, and this rank's term of the global mean is zero.
+        return loss * share if share else loss.nan_to_num(0.0)
 
     def partial_mean(*args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor
         if not is_functional:
             loss = function(*args, **kwargs)
-            return loss * share if (args[4:5] or (kwargs.get("reduction", 1),))[0] == 1 else loss
+            is_a_mean = (args[4:5] or (kwargs.get("reduction", 1),))[0] == 1
+            return of_global(loss, args[0]) if is_a_mean else loss
         arguments = inspect.signature(function).bind(*args, **kwargs).arguments
         weight = arguments.get("weight")
         if not is_mean(arguments):
@@ -109,7 +111,6 @@ def mean(function: TorchFunction, mesh: DeviceMesh, placements: Placements) -> T
                 )
             tensors = (arguments["input"], arguments["target"], weight)
             return weighted_mean(function, *tensors, mesh, axes)
-        loss = function(*args, **kwargs)
-        return loss * share
+        return of_global(function(*args, **kwargs), arguments["input"])
 
     return partial_mean

@@ -10,12 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from plan_api.ops.function_calls import TorchFunction
 from plan_api.ops.normalization import batch_norm as local_batch_norm
 from plan_api.ops.normalization import groups_of_rank
+from plan_api.runtime.local_shards import TensorSizes
 from plan_api.static.operators.shards import Placements
 
 __all__ = ["batch_norm", "group_norm"]
 
 
-def batch_norm(function: TorchFunction, mesh: DeviceMesh, placements: Placements) -> TorchFunction:
+def batch_norm(
+    function: TorchFunction, mesh: DeviceMesh, placements: Placements, _: TensorSizes
+) -> TorchFunction:
     """Normalizes by the statistics of all ranks that shard the batch; channels may be sharded."""
     axes = [
         axis
@@ -29,7 +32,9 @@ def batch_norm(function: TorchFunction, mesh: DeviceMesh, placements: Placements
     return global_batch_norm
 
 
-def group_norm(function: TorchFunction, mesh: DeviceMesh, placements: Placements) -> TorchFunction:
+def group_norm(
+    function: TorchFunction, mesh: DeviceMesh, placements: Placements, _: TensorSizes
+) -> TorchFunction:
     """Normalizes this rank's groups of channels, of which the code has the global number."""
 
     def group_norm_of_rank(

@@ -10,41 +10,54 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plan_api.ops.cross_entropy import LogitsSharding
 from plan_api.ops.function_calls import TorchFunction
+from plan_api.runtime.local_shards import TensorSizes, chunk_length
 from plan_api.static.operators.shards import Placements, sharding_of_classes, shards_of
 
 __all__ = ["embedding", "sized", "split"]
 
 
-def sized(function: TorchFunction, mesh: DeviceMesh, placements: Placements) -> TorchFunction:
-    """Divides the global sizes that code passes to `view` or `reshape` by the ranks that shard."""
-    shards = shards_of(mesh, placements)
+def sized(
+    function: TorchFunction, mesh: DeviceMesh, placements: Placements, _: TensorSizes
+) -> TorchFunction:
+    """Replaces the global sizes that code passes to `view` or `reshape` by this rank's."""
+    shards = shards_of(placements)
 
     def with_local_sizes(tensor: torch.Tensor, *sizes: Any, **kwargs: Any) -> Any:
         shape = [*(sizes[0] if sizes and isinstance(sizes[0], Sequence) else sizes)]
         shape = shape or [*kwargs.pop("shape", kwargs.pop("size", ()))]
-        for dim, ranks in shards:
+        for dim, axis in shards:
             if dim >= len(shape):  # not the annotated tensor: labels beside logits, for instance
                 continue
-            shape[dim] = _local_size(shape[dim], ranks, function)
+            shape[dim] = _local_size(shape[dim], mesh, axis)
         return function(tensor, tuple(shape), **kwargs)
 
     return with_local_sizes
 
 
-def split(function: TorchFunction, mesh: DeviceMesh, placements: Placements) -> TorchFunction:
-    """Divides the global sizes that code passes to `split` by the ranks that shard the dim."""
-    shards = dict(shards_of(mesh, placements))
+def split(
+    function: TorchFunction, mesh: DeviceMesh, placements: Placements, _: TensorSizes
+) -> TorchFunction:
+    """Replaces the global sizes that code passes to `split` by this rank's."""
+    shards = shards_of(placements)
+
+    def local_size(size: int, sharded: int) -> int:
+        for dim, axis in shards:
+            if dim == sharded:
+                size = _local_size(size, mesh, axis)
+        return size
 
     def with_local_sizes(tensor: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
-        ranks = shards.get(dim % tensor.ndim, 1)
+        sharded = dim % tensor.ndim
         if isinstance(split_size, Sequence):
-            return function(tensor, [_local_size(one, ranks, function) for one in split_size], dim)
-        return function(tensor, _local_size(split_size, ranks, function), dim)
+            return function(tensor, [local_size(one, sharded) for one in split_size], dim)
+        return function(tensor, local_size(split_size, sharded), dim)
 
     return with_local_sizes
 
 
-def embedding(function: TorchFunction, mesh: DeviceMesh, placements: Placements) -> TorchFunction:
+def embedding(
+    function: TorchFunction, mesh: DeviceMesh, placements: Placements, sizes: TensorSizes
+) -> TorchFunction:
     """Looks up this rank's rows of a table; rows of other ranks are zero, for a Partial result."""
     shardings: dict[torch.Size, LogitsSharding] = {}
 
@@ -55,9 +68,7 @@ def embedding(function: TorchFunction, mesh: DeviceMesh, placements: Placements)
         **kwargs: Any,
     ) -> torch.Tensor:
         if weight.shape not in shardings:
-            shardings[weight.shape] = sharding_of_classes(
-                weight, 0, mesh, placements, "embedding: rows"
-            )
+            shardings[weight.shape] = sharding_of_classes(weight, 0, mesh, placements, sizes)
         local = input - shardings[weight.shape].first
         elsewhere = (local < 0) | (local >= weight.shape[0])
         rows: torch.Tensor = function(local.masked_fill(elsewhere, 0), weight, *options, **kwargs)
@@ -66,12 +77,7 @@ def embedding(function: TorchFunction, mesh: DeviceMesh, placements: Placements)
     return sharded_embedding
 
 
-def _local_size(size: int, ranks: int, function: TorchFunction) -> int:
+def _local_size(size: int, mesh: DeviceMesh, axis: int) -> int:
     if size == -1:
         return size
-    if size % ranks:
-        raise ValueError(
-            f"{function.__name__}: expected a size that {ranks} ranks divide, as static mode has "
-            f"even shards only, got {size}; use mode='eager'"
-        )
-    return size // ranks
+    return chunk_length(size, mesh.size(axis), mesh.get_local_rank(axis))
