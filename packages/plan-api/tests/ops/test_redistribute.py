@@ -129,14 +129,27 @@ CASES = {
 }
 
 
+REFERENCE = "on DTensors"
+FAST = (REFERENCE, "in a region", "static", "static, generated", "spmd_types, static")
+SLOW = (REFERENCE, *(name for name in CASES if name not in FAST))
+
+
 @pytest.mark.ranks
-def test_modules_that_communicate_train_as_on_one_device_in_both_modes():
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(FAST, id="fast"),
+        pytest.param(SLOW, id="more", marks=pytest.mark.slow),
+    ],
+)
+def test_modules_that_communicate_train_as_on_one_device_in_both_modes(names):
     """Static mode is compared with Eager in the first step, collectives included."""
 
     def check():
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         found = {}
-        for name, (make, plan, mode) in CASES.items():
+        for name in names:
+            make, plan, mode = CASES[name]
             written = plan(mesh)
             if "generated" in name:
                 written = generate_static(
@@ -150,8 +163,8 @@ def test_modules_that_communicate_train_as_on_one_device_in_both_modes():
     pytest.importorskip("spmd_types")
     losses, params = train(Model(OneDevice))
     for found in run_ranks(check, 2):
-        assert found.keys() == CASES.keys()
-        reference, reference_params, *_ = found["on DTensors"]
+        assert found.keys() == set(names)
+        reference, reference_params, *_ = found[REFERENCE]
         assert reference == pytest.approx(losses, abs=1e-6)
         assert all(map(torch.allclose, reference_params, params))
         for name, (losses_there, params_there, differences, on_dtensors) in found.items():
