@@ -9,7 +9,6 @@ their DTensor parameters, of which dist-rng draws the numbers of one device; and
 from __future__ import annotations
 
 import functools
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,7 +53,7 @@ def install_initializers(
         if callable(getattr(type(module), name, None))
     ]
     for module, name in wrapped:
-        module.__dict__[name] = types.MethodType(_with_dtensors(name, local_params), module)
+        module.__dict__[name] = _with_dtensors(module, name, local_params)
     return [_InstanceMethods(wrapped)]
 
 
@@ -90,10 +89,14 @@ class _InstanceMethods(RemovableHandle):
                 module.__dict__.pop(name, None)
 
 
-def _with_dtensors(name: str, local_params: Sequence[LocalParam]) -> Callable[..., Any]:
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _with_dtensors(
+    module: nn.Module, name: str, local_params: Sequence[LocalParam]
+) -> Callable[..., Any]:
+    method, reference = getattr(type(module), name), weakref.ref(module)  # no cycle
+
+    def call(*args: Any, **kwargs: Any) -> Any:
         with _hidden(local_params):
-            return getattr(type(module), name)(module, *args, **kwargs)
+            return method(reference(), *args, **kwargs)
 
     return call
 
