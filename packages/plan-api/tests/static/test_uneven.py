@@ -99,7 +99,12 @@ CASES = {
         partial(zoo.gpt2, sp=True, loss_parallel=True, **TP),
         [tokens(2, length) for length in (7, 8, 5, 7)],
     ),
-    "mixtral: experts": (mixtral, partial(zoo.mixtral, ep="tp", **TP), [tokens(2, 8)] * 4),
+    # Only parameters are uneven.
+    "mixtral: experts, vocabulary": (
+        mixtral,
+        partial(zoo.mixtral, ep="tp", loss_parallel=True, **TP),
+        [tokens(2, 8)] * 4,
+    ),
     "mixtral: experts, and tokens that are dispatched": (
         mixtral,
         partial(zoo.mixtral, ep="tp", sp=True, loss_parallel=True, **TP),
@@ -170,7 +175,7 @@ def assert_equal(found):
         assert same_collectives, name
 
 
-FAST = ("llama: sequence, hidden of the MLP, vocabulary", "mixtral: experts")
+FAST = ("llama: sequence, hidden of the MLP, vocabulary", "mixtral: experts, vocabulary")
 
 
 def test_both_modes_train_to_the_same_bits_with_the_same_collectives():
