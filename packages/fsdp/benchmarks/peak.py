@@ -24,7 +24,7 @@ RANKS = 2
 # By a part of the names of the calls around an allocation, the first that matches.
 CAUSES = {
     "_to_sharded_grad": "sharded gradients",
-    "collectives/all_gather.py": "unsharded parameters, in two layers' reductions too",
+    "collectives/all_gather.py": "unsharded parameters, and gradients in their memory",
     "gloo:": "copies of gloo",
     "reduce_scatter": "what a reduction copies or receives",
     "run_backward": "unsharded gradients, and others of backward",
@@ -60,7 +60,8 @@ def main() -> None:
             port = sock.getsockname()[1]
         with ProcessPoolExecutor(RANKS, mp_context=get_context("spawn")) as pool:
             given = (port, way, options.model, options.steps)
-            peak = [pool.submit(_train, rank, *given) for rank in range(RANKS)][0].result()
+            ranks = [pool.submit(_train, rank, *given) for rank in range(RANKS)]
+            peak = ranks[0].result()
         print(
             f"{way}: RSS grows by {peak.growth:.0f} MB, {peak.faults:,.0f} page faults a step, "
             f"live tensors {peak.live:.1f} MB:"
