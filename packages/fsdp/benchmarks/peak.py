@@ -37,13 +37,13 @@ class Peak:
 
     Attributes:
         growth: MB of the process's peak RSS above that before the model was made.
-        faults: page faults of a step, the mean.
+        page_faults: of a step, the mean.
         live: MB of tensors at the peak of a step, above what it began with.
         causes: MB of those by cause.
     """
 
     growth: float
-    faults: float
+    page_faults: float
     live: float
     causes: dict[str, float]
 
@@ -63,7 +63,7 @@ def main() -> None:
             ranks = [pool.submit(_train, rank, *given) for rank in range(RANKS)]
             peak = ranks[0].result()
         print(
-            f"{way}: RSS grows by {peak.growth:.0f} MB, {peak.faults:,.0f} page faults a step, "
+            f"{way}: RSS grows by {peak.growth:.0f} MB, {peak.page_faults:,.0f} page faults a step, "
             f"live tensors {peak.live:.1f} MB:"
         )
         for cause, size in peak.causes.items():
@@ -86,7 +86,7 @@ def _train(rank, port, way, name, steps):
         training.backward(training.model(input_ids=ids, labels=ids).loss)
         training.update()
 
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    page_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for number in range(steps):
         step(number)
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -95,7 +95,7 @@ def _train(rank, port, way, name, steps):
     dist.barrier()
     dist.destroy_process_group()
     growth = (1024 * usage.ru_maxrss - before) / 2**20
-    return Peak(growth, (usage.ru_minflt - faults) / steps, live / 2**20, causes)
+    return Peak(growth, (usage.ru_minflt - page_faults) / steps, live / 2**20, causes)
 
 
 def _causes(step):
