@@ -63,8 +63,8 @@ def main() -> None:
             ranks = [pool.submit(_train, rank, *given) for rank in range(RANKS)]
             peak = ranks[0].result()
         print(
-            f"{way}: RSS grows by {peak.growth:.0f} MB, {peak.page_faults:,.0f} page faults a step, "
-            f"live tensors {peak.live:.1f} MB:"
+            f"{way}: RSS grows by {peak.growth:.0f} MB, live tensors {peak.live:.1f} MB, "
+            f"{peak.page_faults:,.0f} page faults a step:"
         )
         for cause, size in peak.causes.items():
             print(f"  {size:6.1f} {cause}")
