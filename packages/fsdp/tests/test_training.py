@@ -333,3 +333,16 @@ def test_gradients_have_memory_of_their_own_where_parameters_need_theirs(prepare
                 assert memory is not group.all_gather.memory
 
     run_ranks(check, 2)
+
+
+def test_gradients_that_are_added_to_earlier_ones_leave_no_memory_of_parameters():
+    def check():
+        model = shard(fsdp, stack())
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            model(batch(0)).sum().backward()
+        states = model._get_fsdp_state().context.all_states
+        params = [group.params[0].unsharded_param for state in states for group in state.groups]
+        return [param.untyped_storage().nbytes() for param in params]
+
+    assert run_ranks(check, 2) == [[0] * 4] * 2

@@ -68,6 +68,8 @@ CASES = {
     "llama, whole": (llama, partial(_llama, granularity="whole", reshard_after_forward=False)),
     "llama, layers only": (llama, _layers_only),
     "llama, layers by ZeRO-2": (llama, partial(_layers_only, placements="zero2")),
+    "llama, ZeRO-1": (llama, partial(_llama, placements="zero1")),
+    "llama, DDP": (llama, partial(_llama, placements="ddp")),
     "llama, tied": (partial(llama, tie_word_embeddings=True), _llama),
     "llama, an eager fallback": (llama, _fallback),
     "gpt2": (models.gpt2, _gpt2),
