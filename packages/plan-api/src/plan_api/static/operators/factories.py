@@ -53,7 +53,7 @@ def install_factories(
         mesh: of the plan.
         stays: whether the module of a path is an eager fallback.
         types: types the tensors; None: they have none.
-        sizes: is told of uneven shards.
+        sizes: gets the sizes of uneven shards.
     """
     for site in sites:
         for step in site.steps:
