@@ -271,8 +271,12 @@ def dtensor(mesh, *placements):
             lambda mesh: redistribute(dtensor(mesh["dp"], R), P, R, mesh["tp"]),
             "is no sub-mesh of",
         ),
+        (
+            lambda mesh: redistribute(torch.ones(3), R, S0, mesh["tp"]),
+            "a dim 0 that 2 ranks divide, got one of 3",
+        ),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_wrong_calls_are_refused_before_anything_is_sent(mesh, call, message):
     with CommLog() as log, pytest.raises(ValueError, match=message):

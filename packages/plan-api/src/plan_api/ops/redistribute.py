@@ -21,6 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from plan_api._compat import no_compile
 from plan_api.lowering.ir import AxisMove, OpKind, SiteStep
+from plan_api.runtime.local_shards import ShardSizes
 from plan_api.runtime.redistribute import Redistribution
 from plan_api.spec.arguments import Placements, placements_per_axis
 from plan_api.spec.axes import axis_names, resolve_axes
@@ -79,7 +80,8 @@ def redistribute(
 
     Raises:
         ValueError: an argument is no placement or mesh; a DTensor is not placed as ``src`` says, or
-            is on another mesh; or a local tensor cannot be redistributed so. Nothing has been sent.
+            is on another mesh; or a local tensor cannot be redistributed so, or not into even
+            shards. Nothing has been sent.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
@@ -152,10 +154,24 @@ class _Call(NamedTuple):
         return SiteStep(file, self.line, OpKind.REDIST, by_axis, ())
 
 
+class _EvenSizes(ShardSizes):
+    """Refuses uneven shards: a later call that gathers them would not know their global size."""
+
+    def shard(self, axis: int, dim: int, length: int) -> int | None:
+        if length % self.ranks(axis):
+            raise ValueError(
+                f"redistribute: expected a dim {dim} that {self.ranks(axis)} ranks divide, got one "
+                f"of {length}; pad it, or redistribute the tensor by an entry of the plan"
+            )
+        return None
+
+
 @lru_cache(maxsize=1024)
 def _of_local_tensors(call: _Call) -> CodeRedistribution:
-    step = call.step(axis_names(call.mesh))
-    return CodeRedistribution(step, StaticRedistribution(step, call.mesh, "redistribute"))
+    step, sizes = call.step(axis_names(call.mesh)), _EvenSizes(call.mesh)
+    return CodeRedistribution(
+        step, StaticRedistribution(step, call.mesh, "redistribute", sizes=sizes)
+    )
 
 
 @lru_cache(maxsize=1024)
