@@ -16,7 +16,7 @@ from plan_api.context_parallel.order import AttentionCall, SequenceSharding
 from plan_api.context_parallel.ring import ring_attention
 from plan_api.context_parallel.ulysses import ulysses_attention
 from plan_api.lowering.ir import OpKind, Site, SiteStep
-from plan_api.ops.function_calls import FunctionInterception, InterceptedCalls
+from plan_api.ops.function_calls import FunctionInterception, InterceptedCalls, with_wrapped
 from plan_api.runtime.attribution import moving
 from plan_api.runtime.error_context import StepContext
 from plan_api.spec.axes import axis_names
@@ -32,7 +32,6 @@ IMPLEMENTATIONS: Mapping[str, _LocalAttention] = {
     "ulysses": ulysses_attention,
     "all-gather": all_gather_attention,
 }
-# dist-rng may have replaced the one in torch.nn.functional; it calls this one.
 _FUSED = torch._C._nn.scaled_dot_product_attention
 _HEADS, _SEQUENCE = 1, 2
 
@@ -52,9 +51,9 @@ def install_context_parallel(
             if step.kind is OpKind.CONTEXT:
                 at = StepContext(f"attention of {site.path}", step)
                 attention = at.wrap(_ContextParallelAttention(site.path, step, mesh))
-                interception = FunctionInterception(
-                    {_FUSED: InterceptedCalls(_FUSED, {None: attention})}
-                )
+                calls = InterceptedCalls(_FUSED, {None: attention})
+                functions = (_FUSED, *with_wrapped(nn.functional.scaled_dot_product_attention))
+                interception = FunctionInterception(dict.fromkeys(functions, calls))
                 module = model.get_submodule(site.path)
                 yield module.register_forward_pre_hook(interception.begin)
                 yield module.register_forward_hook(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -15,7 +15,10 @@ from torch.overrides import (
     has_torch_function_unary,
 )
 
-__all__ = ["FunctionInterception", "InterceptedCalls", "TorchFunction", "replace_for_dtensors"]
+__all__ = [
+    "FunctionInterception", "InterceptedCalls", "TorchFunction", "replace_for_dtensors",
+    "with_wrapped",
+]  # fmt: skip
 
 TorchFunction: TypeAlias = Callable[..., Any]
 
@@ -54,6 +57,14 @@ def replace_for_dtensors(name: str, local: TorchFunction) -> Callable[[], None]:
             setattr(nn.functional, name, native)
 
     return restore
+
+
+def with_wrapped(function: TorchFunction) -> Iterator[TorchFunction]:
+    """Returns a function, and those that it wraps: this package and dist-rng replace some."""
+    inner: TorchFunction | None = function
+    while inner is not None:
+        yield inner
+        inner = getattr(inner, "__wrapped__", None)
 
 
 @dataclass

@@ -14,7 +14,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.ir import Site
-from plan_api.ops.function_calls import FunctionInterception, InterceptedCalls, TorchFunction
+from plan_api.ops.function_calls import (
+    FunctionInterception,
+    InterceptedCalls,
+    TorchFunction,
+    with_wrapped,
+)
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.local_shards import ShardSizes, TensorSizes
@@ -67,9 +72,7 @@ def install_operators(
         for function in _functions(name, site.name):
             make = _REPLACEMENTS.get(function.__name__, _with_dtensor)
             calls = table.setdefault(function, InterceptedCalls(function))
-            inner = getattr(function, "__wrapped__", None)
-            while inner is not None:  # this package and dist-rng wrap some functions
-                table[inner], inner = calls, getattr(inner, "__wrapped__", None)
+            table |= dict.fromkeys(with_wrapped(function), calls)
             replacement = make(function, mesh, placements, of_tensor)
             if types is not None:
                 replacement = types.operator(site, step, replacement)
