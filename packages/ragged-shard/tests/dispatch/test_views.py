@@ -67,6 +67,7 @@ def views_where_units_are_of_a_longer_base():
     mesh = init_device_mesh("cpu", (2,))
     ragged = distribute_tensor(operand(), mesh, [RaggedShard(ROWS, (2, 1), 5)])
     assert ragged.to_local().shape == ((10, 8), (2, 8))[mesh.get_rank()]
+    ragged_shard.reset_fallbacks()  # an operator warns once in these processes
     with pytest.warns(ragged_shard.RaggedShardFallbackWarning, match="aten.view"):
         viewed = ragged.view(24, 4)
     assert_bitwise(viewed.full_tensor(), operand().view(24, 4), "view")
