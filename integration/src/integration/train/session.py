@@ -27,6 +27,7 @@ from integration.train.stop import EXIT_TERMINATED, StopRequest
 MODULE = "integration.train.session"
 # By package, the function that undoes the changes that a run made.
 _UNDO = {
+    "plan_api": "uninstall",  # first: it replaces functions that dist_rng has replaced
     "dist_rng": "uninstall",
     "dtensor_rules": "disable",
     "fsdp": "uninstall",
