@@ -33,7 +33,7 @@ def calls(workspace, monkeypatch):
     monkeypatch.setattr(
         dev_env, "unchanged_wheel", lambda project, python: f"{python}/{project.name}.whl"
     )
-    monkeypatch.setattr(dev_env, "compile_torch", lambda env: None)
+    monkeypatch.setattr(dev_env, "compile_all", lambda env: None)
     dev_env.synchronise(workspace / "env")
     assert recorded.pop(0) == ["--clear"]
     assert recorded.pop(0) == ["--no-compile", "cmake"]

@@ -51,6 +51,7 @@ def test_import_changes_nothing_and_uninstall_restores_torch(mode, own):
     assert after_first == after_second == alone == before
 
 
+@pytest.mark.slow
 def test_uninstall_leaves_later_registrations():
     *_, without, restored = changes_by(
         "import plan_api, ragged_shard",

@@ -111,7 +111,8 @@ def _parallel(case, mesh, sp):
 
 
 @pytest.mark.parametrize(
-    "case", ["1 x 2", "2 x 2", pytest.param("2 x 2, all", marks=pytest.mark.slow)]
+    "case",
+    ["1 x 2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("2 x 2", "2 x 2, all"))],
 )
 def test_models_of_the_zoo_train_as_on_one_device(case):
     """Parameters and dropout are drawn on the mesh.

@@ -88,7 +88,7 @@ TP_CASES = {
 }
 
 
-FAST = ("llama, tied, ZeRO-3", "gpt2, ZeRO-2")
+FAST = ("llama, tied, ZeRO-3",)
 MORE = tuple(name for name in TP_CASES if name not in FAST)
 
 
@@ -301,6 +301,7 @@ def test_the_guard_refuses_a_wrong_gradient(way):
     assert other == (site, loss)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @needs_flattening
 def test_a_generated_plan_has_its_phases():
