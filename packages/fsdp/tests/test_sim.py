@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fsdp
 from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Rows, Tiles
 from fsdp.optim import SOAP, Adam8bit, Muon
+from fsdp.plan import fully_shard as fully_shard_of_plans
 from testkit.models import residual_stack
 from testkit.models.residual_stack import batch, losses, stack
 from testkit.sim.ranks import run_sim_ranks
@@ -282,9 +283,11 @@ def gradients(device, prepare=lambda model, last: None, finish=lambda model: Non
     return [param.grad.to_local().cpu() for param in model.parameters()]
 
 
-def test_a_backward_waits_for_reductions_of_the_backward_before():
+@pytest.mark.parametrize("own", [False, True], ids=["parameters' memory", "own memory"])
+def test_a_backward_waits_for_reductions_of_the_backward_before(own):
     def overlaps(model, last):
         model.set_reduce_scatter_max_input_buffers(8)
+        model.set_keep_unsharded_storage(own)  # of which gradients cannot have the memory
         model.set_is_last_backward(last)  # after the first one all its reductions are in flight
 
     def check():
@@ -320,6 +323,21 @@ def test_unshard_gathers_what_an_optimizer_has_just_written():
             gathered = [param.detach().clone() for param in model[0].parameters()]
             model[0].reshard()
             same += map(torch.equal, gathered, (p.full_tensor() for p in model[0].parameters()))
+            losses(model, device="sim", steps=1, make_optimizer=foreach)
+        return all(same)
+
+    assert run_sim_ranks(check, 2) == [True] * 2
+
+
+def test_a_plan_gathers_for_a_comparison_what_an_optimizer_has_just_written():
+    def check():
+        mesh = init_device_mesh("sim", (2,))
+        model = residual_stack.shard(fsdp, stack().to("sim"), mesh=mesh)
+        same = []
+        for _ in range(2):  # before the first forward, and behind a step
+            with fully_shard_of_plans.unsharded(model):
+                gathered = [param.detach().clone() for param in model.parameters()]
+            same += map(torch.equal, gathered, (p.full_tensor() for p in model.parameters()))
             losses(model, device="sim", steps=1, make_optimizer=foreach)
         return all(same)
 

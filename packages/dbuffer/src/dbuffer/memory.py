@@ -92,10 +92,8 @@ class ResizableMemory:
             if self._released is not None:
                 stream.wait_event(self._released)
         else:
-            storage.resize_(self._nbytes)
-            before, self._stream = self._stream, stream
-            if before is not None:
-                stream.wait_stream(before)
+            storage.resize_(self._nbytes)  # other memory, which this stream's allocator orders
+            self._stream = stream
         self.allocated = True
 
     def release(self, *, keep_storage: bool = False) -> None:
