@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.option_table.pairwise import proving_runs
 from testkit import preload, run_ranks, start_python
 from testkit.ranks.network_hosts import NetworkHosts, no_network_hosts
 
@@ -127,11 +128,17 @@ class OptionRuns:
         """Those of the runs that are on this many ranks."""
         return [run for run in runs if self._options_of(run)["ranks"] == ranks]
 
-    def check(self, choice, runs):
-        """Fails where a run with the choice fails or does not prove it; skips if none has it."""
-        proving = [run for run in runs if choice in run]
-        if not proving:
+    def check_on_two_ranks(self, choice, runs):
+        """Does what `check` does; skips where the runs with the choice are on more ranks."""
+        having = [run for run in runs if choice in run]
+        if having and not self.on(2, having):
             pytest.skip(f"{choice.name} needs more than two ranks, which the slow tier has")
+        self.check(choice, proving_runs(self.on(2, runs)))
+
+    def check(self, choice, runs):
+        """Fails where no run has the choice, or one with it fails or does not prove it."""
+        proving = [run for run in runs if choice in run]
+        assert proving, f"no run has {choice.name}"
         for run in proving:
             options = self._options_of(run)
             seen = self.observed(run)

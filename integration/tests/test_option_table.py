@@ -59,7 +59,7 @@ def test_a_refusal_names_an_option_of_the_pair():
 @pytest.mark.ranks
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 def test_an_option_is_in_effect(choice, runs):
-    runs.check(choice, proving_runs(runs.on(2, covering_runs())))
+    runs.check_on_two_ranks(choice, covering_runs())
 
 
 @pytest.mark.slow

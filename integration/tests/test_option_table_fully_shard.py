@@ -71,7 +71,7 @@ def test_a_refused_pair_has_sent_nothing_and_moved_no_parameter(monkeypatch):
 @pytest.mark.ranks
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 def test_an_option_fully_shard_section_is_in_effect(choice, runs):
-    runs.check(choice, runs.on(2, [completed((choice,)).run]))
+    runs.check_on_two_ranks(choice, [completed((choice,)).run])
 
 
 @pytest.mark.slow
