@@ -81,6 +81,11 @@ class ShardSizes:
         self._of_call.clear()
         self._inputs = tuple(_described(one) for one in (*args, *kwargs.values()))
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The plan's mesh."""
+        return self._mesh
+
     def ranks(self, axis: int) -> int:
         """Returns the number of ranks along an axis."""
         return self._ranks[axis]
@@ -165,7 +170,7 @@ class ShardSizes:
 
     def at(self, what: str, placements: Sequence[Placement]) -> TensorSizes:
         """Returns the sizes of one tensor; see `global_shape`."""
-        return TensorSizes(self, what, placements)
+        return TensorSizes(self, what, tuple(placements))
 
     def as_dtensor(
         self,
@@ -273,7 +278,12 @@ class TensorSizes:
 
     sizes: ShardSizes
     what: str
-    placements: Sequence[Placement]
+    placements: tuple[Placement, ...]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of the model's plan."""
+        return self.sizes.mesh
 
     def length(self, axis: int, dim: int, tensor: torch.Tensor) -> int:
         """Returns the length of a dim that an axis shards, on all its ranks together."""

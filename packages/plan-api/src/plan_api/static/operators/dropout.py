@@ -7,20 +7,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 
 from plan_api.ops.attention import attention_with_dropout, draws_attention_masks
 from plan_api.ops.function_calls import TorchFunction
 from plan_api.runtime.local_shards import TensorSizes
-from plan_api.static.operators.shards import Placements
 from plan_api.static.shadow_model import is_fake
 
 __all__ = ["attention", "dropout"]
 
 
-def dropout(
-    _: TorchFunction, mesh: DeviceMesh, placements: Placements, sizes: TensorSizes
-) -> TorchFunction:
+def dropout(_: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     """Draws this rank's part of one device's mask; torch's own without dist-rng."""
     if "dist_rng" not in sys.modules:
         return F.dropout
@@ -51,10 +47,9 @@ def dropout(
     return global_dropout
 
 
-def attention(
-    function: TorchFunction, mesh: DeviceMesh, placements: Placements, sizes: TensorSizes
-) -> TorchFunction:
+def attention(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     """Draws this rank's part of the mask of attention weights, whose placements are the plan's."""
+    mesh, placements = sizes.mesh, sizes.placements
     with_dropout: dict[torch.Size, TorchFunction] = {}
 
     def local_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -27,7 +27,7 @@ from plan_api.spec.axes import axis_names
 from plan_api.static.operators.dropout import attention, dropout
 from plan_api.static.operators.losses import cross_entropy, mean, nll_loss
 from plan_api.static.operators.normalization import batch_norm, group_norm
-from plan_api.static.operators.shards import MakeReplacement, Placements
+from plan_api.static.operators.shards import MakeReplacement
 from plan_api.static.operators.sizes import embedding, sized, split
 from plan_api.static.redistribute import SiteTypes
 
@@ -73,7 +73,7 @@ def install_operators(
             make = _REPLACEMENTS.get(function.__name__, _with_dtensor)
             calls = table.setdefault(function, InterceptedCalls(function))
             table |= dict.fromkeys(with_wrapped(function), calls)
-            replacement = make(function, mesh, placements, of_tensor)
+            replacement = make(function, of_tensor)
             if types is not None:
                 replacement = types.operator(site, step, replacement)
             replacement = StepContext(site.name, step).wrap(replacement)
@@ -119,9 +119,7 @@ def _functions(name: str, where: str) -> list[TorchFunction]:
     return functions
 
 
-def _with_dtensor(
-    function: TorchFunction, _: DeviceMesh, __: Placements, sizes: TensorSizes
-) -> TorchFunction:
+def _with_dtensor(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     """Runs any other function with its first tensor as a DTensor.
 
     What the function changes in place, or writes to ``out``, gets the result by a copy, so that

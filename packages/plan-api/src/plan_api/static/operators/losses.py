@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn._reduction import get_enum, legacy_get_string
 
 from plan_api.ops.cross_entropy import cross_entropy as local_cross_entropy
@@ -14,14 +13,12 @@ from plan_api.ops.cross_entropy import log_likelihood_loss
 from plan_api.ops.function_calls import TorchFunction
 from plan_api.ops.losses import WEIGHTED_MEANS, is_mean, weighted_mean
 from plan_api.runtime.local_shards import TensorSizes
-from plan_api.static.operators.shards import Placements, sharding_of_classes
+from plan_api.static.operators.shards import sharding_of_classes
 
 __all__ = ["cross_entropy", "mean", "nll_loss"]
 
 
-def cross_entropy(
-    function: TorchFunction, mesh: DeviceMesh, placements: Placements, sizes: TensorSizes
-) -> TorchFunction:
+def cross_entropy(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     """Computes this rank's term of the loss, whose classes and rows may be sharded."""
 
     def sharded_cross_entropy(
@@ -39,7 +36,7 @@ def cross_entropy(
                 f"cross_entropy: expected targets that are classes, in static mode, got "
                 f"probabilities of {tuple(target.shape)}; use mode='eager'"
             )
-        sharding = sharding_of_classes(input, min(1, input.ndim - 1), mesh, placements, sizes)
+        sharding = sharding_of_classes(input, min(1, input.ndim - 1), sizes)
         if size_average is not None or reduce is not None:
             reduction = legacy_get_string(size_average, reduce)
         kind = get_enum(reduction)
@@ -56,9 +53,7 @@ def cross_entropy(
     return sharded_cross_entropy
 
 
-def nll_loss(
-    _: TorchFunction, mesh: DeviceMesh, placements: Placements, sizes: TensorSizes
-) -> TorchFunction:
+def nll_loss(_: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     """Computes this rank's term of the loss of log probabilities, sharded as `cross_entropy`'s."""
 
     def sharded_nll_loss(
@@ -70,7 +65,7 @@ def nll_loss(
         reduce: bool | None = None,
         reduction: str = "mean",
     ) -> torch.Tensor:
-        sharding = sharding_of_classes(input, min(1, input.ndim - 1), mesh, placements, sizes)
+        sharding = sharding_of_classes(input, min(1, input.ndim - 1), sizes)
         if size_average is not None or reduce is not None:
             reduction = legacy_get_string(size_average, reduce)
         return log_likelihood_loss(
@@ -80,10 +75,9 @@ def nll_loss(
     return sharded_nll_loss
 
 
-def mean(
-    function: TorchFunction, mesh: DeviceMesh, placements: Placements, sizes: TensorSizes
-) -> TorchFunction:
+def mean(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     """Scales a mean over local elements to this rank's term of the global mean."""
+    mesh, placements = sizes.mesh, sizes.placements
     axes = [axis for axis, one in enumerate(placements) if not one.is_replicate()]
     is_functional = inspect.isfunction(function)  # torch's builtin has no signature, an enum
 

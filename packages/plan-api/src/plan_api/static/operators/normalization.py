@@ -5,21 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from plan_api.ops.function_calls import TorchFunction
 from plan_api.ops.normalization import batch_norm as local_batch_norm
 from plan_api.ops.normalization import groups_of_rank
 from plan_api.runtime.local_shards import TensorSizes
-from plan_api.static.operators.shards import Placements
 
 __all__ = ["batch_norm", "group_norm"]
 
 
-def batch_norm(
-    function: TorchFunction, mesh: DeviceMesh, placements: Placements, _: TensorSizes
-) -> TorchFunction:
+def batch_norm(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     """Normalizes by the statistics of all ranks that shard the batch; channels may be sharded."""
+    mesh, placements = sizes.mesh, sizes.placements
     axes = [
         axis
         for axis, one in enumerate(placements)
@@ -32,10 +29,9 @@ def batch_norm(
     return global_batch_norm
 
 
-def group_norm(
-    function: TorchFunction, mesh: DeviceMesh, placements: Placements, _: TensorSizes
-) -> TorchFunction:
+def group_norm(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     """Normalizes this rank's groups of channels, of which the code has the global number."""
+    mesh, placements = sizes.mesh, sizes.placements
 
     def group_norm_of_rank(
         input: torch.Tensor,  # noqa: A002  # torch's name

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.ops.cross_entropy import LogitsSharding
@@ -16,11 +15,8 @@ from plan_api.runtime.local_shards import TensorSizes, chunk_offset
 __all__ = ["MakeReplacement", "Placements", "sharding_of_classes", "shards_of"]
 
 Placements: TypeAlias = tuple[Placement, ...]
-# Makes what is called instead of a function whose inputs have these placements on the mesh, and
-# these global sizes.
-MakeReplacement: TypeAlias = Callable[
-    [TorchFunction, DeviceMesh, Placements, TensorSizes], TorchFunction
-]
+# Makes what is called instead of a function whose inputs have these placements and global sizes.
+MakeReplacement: TypeAlias = Callable[[TorchFunction, TensorSizes], TorchFunction]
 
 
 def shards_of(placements: Placements) -> list[tuple[int, int]]:
@@ -35,11 +31,10 @@ def shards_of(placements: Placements) -> list[tuple[int, int]]:
 def sharding_of_classes(
     tensor: torch.Tensor,
     dim: int,
-    mesh: DeviceMesh,
-    placements: Placements,
     sizes: TensorSizes,
 ) -> LogitsSharding:
     """Returns how logits or a table are sharded along a dim of classes."""
+    mesh, placements = sizes.mesh, sizes.placements
     of_classes = [
         at for at, placement in enumerate(placements) if getattr(placement, "dim", None) == dim
     ]

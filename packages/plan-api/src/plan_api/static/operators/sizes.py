@@ -11,15 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from plan_api.ops.cross_entropy import LogitsSharding
 from plan_api.ops.function_calls import TorchFunction
 from plan_api.runtime.local_shards import TensorSizes, chunk_length
-from plan_api.static.operators.shards import Placements, sharding_of_classes, shards_of
+from plan_api.static.operators.shards import sharding_of_classes, shards_of
 
 __all__ = ["embedding", "sized", "split"]
 
 
-def sized(
-    function: TorchFunction, mesh: DeviceMesh, placements: Placements, _: TensorSizes
-) -> TorchFunction:
+def sized(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     """Replaces the global sizes that code passes to `view` or `reshape` by this rank's."""
+    mesh, placements = sizes.mesh, sizes.placements
     shards = shards_of(placements)
 
     def with_local_sizes(tensor: torch.Tensor, *sizes: Any, **kwargs: Any) -> Any:
@@ -34,10 +33,9 @@ def sized(
     return with_local_sizes
 
 
-def split(
-    function: TorchFunction, mesh: DeviceMesh, placements: Placements, _: TensorSizes
-) -> TorchFunction:
+def split(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     """Replaces the global sizes that code passes to `split` by this rank's."""
+    mesh, placements = sizes.mesh, sizes.placements
     shards = shards_of(placements)
 
     def local_size(size: int, sharded: int) -> int:
@@ -55,9 +53,7 @@ def split(
     return with_local_sizes
 
 
-def embedding(
-    function: TorchFunction, mesh: DeviceMesh, placements: Placements, sizes: TensorSizes
-) -> TorchFunction:
+def embedding(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     """Looks up this rank's rows of a table; rows of other ranks are zero, for a Partial result."""
     shardings: dict[torch.Size, LogitsSharding] = {}
 
@@ -68,7 +64,7 @@ def embedding(
         **kwargs: Any,
     ) -> torch.Tensor:
         if weight.shape not in shardings:
-            shardings[weight.shape] = sharding_of_classes(weight, 0, mesh, placements, sizes)
+            shardings[weight.shape] = sharding_of_classes(weight, 0, sizes)
         local = input - shardings[weight.shape].first
         elsewhere = (local < 0) | (local >= weight.shape[0])
         rows: torch.Tensor = function(local.masked_fill(elsewhere, 0), weight, *options, **kwargs)
