@@ -139,6 +139,27 @@ def test_the_groups_of_a_call_are_gone_before_the_next():
         run_ranks(gc.enable, 2)
 
 
+def test_groups_close_while_their_threads_wait_for_the_interpreter():
+    def body():
+        group = dist.group.WORLD
+        tensor = torch.ones(2)
+        if dist.get_rank() == 0:  # takes part after both ranks have left the call
+
+            def late():
+                time.sleep(0.5)
+                group.allreduce([tensor]).wait()
+
+            threading.Thread(target=late).start()
+            return
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), init_sync=False)
+        model.itself = [model]  # it is the collector's, and with it the reducer that has the group
+        # With no other reference, the group's thread frees the tensor, for which it takes the GIL.
+        group.allreduce([tensor])
+
+    run_ranks(body, 2)
+    assert run_ranks(dist.get_rank, 2) == [0, 1]
+
+
 def test_a_function_may_destroy_its_process_group():
     def destroy():
         dist.barrier()  # the other rank may still connect

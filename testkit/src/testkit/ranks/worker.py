@@ -135,6 +135,10 @@ def _traceback_of_function() -> str:
 
 
 def _reset() -> None:
+    # Kept until all that used them is gone: their last reference has to be Python's, which releases
+    # the GIL. Destroyed by a C++ object that holds one, as DDP's reducer does, a group waits with
+    # the GIL for its threads, and these may be waiting for the GIL to free a tensor.
+    groups = list(dist.distributed_c10d._world.pg_map)
     if dist.is_initialized():  # the function may have destroyed it
         dist.destroy_process_group()
     clear_caches()
@@ -142,6 +146,7 @@ def _reset() -> None:
     # threads and sockets, with its last reference. Collected here, this happens on all ranks at
     # once, instead of during a later call on one of them.
     gc.collect()
+    groups.clear()
 
 
 if __name__ == "__main__":
