@@ -19,7 +19,6 @@ ROOT = Path(__file__).parent
 DEV = ROOT / ".nox" / "dev"
 RESULTS = ROOT / ".nox" / "test-results"
 
-# The folder of each project's tests, by the name that `nox -s "tests(NAME)"` takes.
 PACKAGES = {
     path.parent.name: path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
@@ -37,21 +36,12 @@ def dev_env(session: nox.Session) -> str:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("project", [nox.param(name, id=name) for name in PROJECTS])
-def tests(session: nox.Session, project: str) -> None:
-    """One project's tests, or all, as many files at a time as cores; arguments go to pytest.
+def tests(session: nox.Session) -> None:
+    """The fast tests of the project named, of those named, or of all; arguments go to pytest.
 
-    ``-n 0`` among them runs a project's tests in one process, as a debugger needs.
+    ``-n 0`` among them runs one project's tests in one process, as a debugger needs.
     """
-    python = dev_env(session)
-    report = RESULTS / f"{project}.xml"
-    report.unlink(missing_ok=True)
-    # As a script, not `python -m pytest`: that would put the root on sys.path, where the folders
-    # testkit/ and integration/ could replace packages that failed to install.
-    pytest = Path(python).with_name("pytest")
-    folder = (PROJECTS[project] / "tests").relative_to(ROOT)
-    workers = ("-n", "logical", "--maxprocesses=4", "--dist=loadfile")
-    session.run(str(pytest), *workers, f"--junit-xml={report}", str(folder), *session.posargs)
+    session.run(dev_env(session), "-m", "tools.run_tests", *session.posargs)
 
 
 @nox.session(venv_backend="none")

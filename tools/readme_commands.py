@@ -13,6 +13,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from tools.workspace import ROOT
@@ -121,6 +122,9 @@ def _of_nox(words: list[str], root: Path) -> Iterator[str]:
             yield f"there is no session {name}"
         elif session[2] and not session[2].startswith("2.") and not _project(session[2], root):
             yield f"there is no project {session[2]}"
+    if "tests" in split:
+        names = takewhile(lambda word: not word.startswith("-"), shlex.split(behind))
+        yield from (f"there is no project {name}" for name in names if not _project(name, root))
     if "bench" in split:
         package, *rest = shlex.split(behind) or [""]
         if package and not package.isupper():  # PACKAGE is the reader's to replace

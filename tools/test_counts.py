@@ -10,9 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.workspace import ROOT, packages
-
-RESULTS = ROOT / ".nox" / "test-results"
+from tools.run_tests import PROJECTS, RESULTS
 
 
 @dataclass(frozen=True)
@@ -57,5 +55,4 @@ def main(names: Iterable[str], results: Path = RESULTS) -> int:
 
 
 if __name__ == "__main__":
-    folders = [project.folder.name for project in packages()]
-    sys.exit(main([*folders, "testkit", "tools", "integration"]))
+    sys.exit(main(PROJECTS))

@@ -71,7 +71,8 @@ def test_tests_that_a_page_names_exist(page):
     ("text", "sentence"),
     [
         ("nox -s tset", "there is no session tset"),
-        ('nox -s "tests(dist-rgn)"', "there is no project dist-rgn"),
+        ('nox -s "release(dist-rgn)"', "there is no project dist-rgn"),
+        ("nox -s tests -- fsdp dist-rgn -k a", "there is no project dist-rgn"),
         ("nox -s bench -- fdsp", "there is no run.py in "),
         ('nox -s bench -- fsdp "--model=a b"', "run.py has no --model=a b"),
         ("python packages/fsdp/benchmarks/muno.py", "there is no muno.py in "),
