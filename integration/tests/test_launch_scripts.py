@@ -295,6 +295,7 @@ def test_torchrun_ends_with_its_ranks_sentence_and_code(tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow  # test_train_command.py has ranks that get the signal of its agent
 def test_torchrun_ends_with_a_checkpoint_on_sigterm(tmp_path):
     out = tmp_path / "run"
     process = subprocess.Popen(

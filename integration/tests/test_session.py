@@ -102,6 +102,7 @@ class Stop:
     requested = False
 
 
+@pytest.mark.slow  # test_compare_runs.py has a run that fails and those behind it without torch
 def test_a_run_that_fails_is_the_one_that_did_and_those_behind_it_run_all_the_same(tmp_path):
     names = ["before", "apart", "broken", "behind", "last"]
     jobs = [

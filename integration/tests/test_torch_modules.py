@@ -125,6 +125,8 @@ def all_outcomes(**options):
     training = options["training"]
     found = {}
     for info in module_db:
+        if not (training or "mesh" in options or info.train_and_eval_differ):
+            continue  # it has been looked at in training
         first = 2 if "mesh" in options else None  # DTensors take torch a hundred times as long
         for number, sample in enumerate(samples(info, training=training)[:first]):
             found[f"{info.name} {number}"] = outcome(info, sample, **options)
@@ -149,12 +151,14 @@ def compared(**options):
     return len(before), worked, more, {name: errors[name] for name in differ if name not in more}
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-def test_modules_on_plain_tensors_have_the_same_bits(training):
+@pytest.mark.parametrize(
+    ("training", "many"), [(True, 1700), (False, 200)], ids=["training", "eval"]
+)
+def test_modules_on_plain_tensors_have_the_same_bits(training, many):
     [(count, worked, more, differ)] = run_ranks(compared, 1, training=training, timeout=300)
     assert differ == {}
     assert more == []
-    assert len(worked) > 1700
+    assert len(worked) > many
     assert count - len(worked) < 20  # what the samples of some modules do not fit
 
 
