@@ -77,10 +77,12 @@ def test_a_service_that_is_no_store_is_no_rendezvous(stranger):
 
 RANK = """
 import sys
+import torch.distributed as dist
 from integration.errors import UsageError
 from integration.train.launch.world import process_group
 try:
     with process_group(30.0, join_seconds=float(sys.argv[1])) as world:
+        dist.barrier()  # the other rank may still connect to this one
         print(world.rank, "of", world.size)
 except UsageError as error:
     print(error)
