@@ -4,8 +4,8 @@ Each wheel is made from its sdist, installed with its dependencies and nothing e
 environment, checked, imported, put through its ``tests/smoke.py``, and then runs what
 ``docs/packages/*/example.md`` shows of it, with what that asks for beside the package.
 
-The clean environments share an environment that has torch and nothing else, which takes most of an
-installation. With ``--stacked`` they see what is installed where this command runs instead: this is
+The clean environments share torch, what it needs, and pip: an installation of torch takes a minute.
+With ``--stacked`` they see what is installed where this command runs instead: this is
 how ``nox -s "compat(2.15)"`` tries them.
 """
 
@@ -20,7 +20,10 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from tools import examples
 from tools.build_wheel import unchanged_wheel
@@ -43,20 +46,44 @@ class Options:
 
 
 def clean_environment(folder: Path, shared: Path) -> Path:
-    """Makes an environment that sees the packages of a folder; the path of its Python."""
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    """Makes an environment that sees the packages of a folder, pip's; the path of its Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "shared.pth").write_text(f"{shared}\n")
     return folder / "bin" / "python"
 
 
-def torch_alone(folder: Path, options: Options) -> Path:
-    """Makes an environment of torch and what it needs; the folder of its packages."""
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    install = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--no-compile"]
-    subprocess.run([*install, "-c", str(options.pins), "torch"], check=True)
-    (site,) = folder.glob("lib/python*/site-packages")
-    return site
+def with_requirements(*names: str) -> dict[str, Distribution]:
+    """Installed distributions and what they require, without extras, by normalised name."""
+    found: dict[str, Distribution] = {}
+    left = list(names)
+    while left:
+        if (name := normalised(left.pop())) not in found:
+            found[name] = distribution(name)
+            required = map(Requirement, found[name].requires or ())
+            left += [
+                each.name
+                for each in required
+                if each.marker is None or each.marker.evaluate({"extra": ""})
+            ]
+    return found
+
+
+def torch_alone(folder: Path) -> Path:
+    """Links torch, what it needs, and pip, from where this runs, with their bytecode; the folder.
+
+    An environment of its own would take as long to install, and each process there would compile
+    torch where PYTHONDONTWRITEBYTECODE is set.
+    """
+    site = Path(sysconfig.get_path("purelib"))
+    for each in with_requirements("torch", "pip").values():
+        parts = [file.parts for file in each.files or ()]
+        # Other files are scripts, which are beside the packages.
+        for name in {first for first, *_ in parts if first not in ("..", "__pycache__")}:
+            link = folder / name
+            if not link.exists():  # another distribution may have files there, too
+                link.symlink_to(site / name)
+    return folder
 
 
 def try_alone(
@@ -123,7 +150,7 @@ def main(names: list[str], options: Options) -> None:
     # Two at a time: pip writes files while the other environment computes.
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max_workers=2) as pool:
         present = Path(sysconfig.get_path("purelib"))
-        shared = present if options.stacked else torch_alone(Path(folder), options)
+        shared = present if options.stacked else torch_alone(Path(folder))
 
         def tried(name: str) -> str:
             return try_alone(by_name[name], wheels, by_name, options, shared)

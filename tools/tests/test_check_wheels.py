@@ -3,7 +3,7 @@ import subprocess
 import pytest
 
 from tools import check_wheels
-from tools.check_wheels import Options, clean_environment, main
+from tools.check_wheels import Options, clean_environment, main, torch_alone
 
 
 def test_an_environment_sees_its_own_packages_and_then_the_shared_ones(tmp_path, monkeypatch):
@@ -21,6 +21,25 @@ def test_an_environment_sees_its_own_packages_and_then_the_shared_ones(tmp_path,
     path = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n")
     (own,) = (tmp_path / "env").glob("lib/python*/site-packages")
     assert path.index(str(own)) < path.index(str(shared))
+
+
+def test_torch_is_seen_with_what_it_needs_and_nothing_else_of_this_environment(
+    tmp_path, monkeypatch
+):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    python = clean_environment(tmp_path / "env", torch_alone(shared))
+    seen = subprocess.run(
+        [python, "-m", "pip", "list", "--format=freeze"], check=True, capture_output=True, text=True
+    ).stdout
+    names = {line.partition("==")[0].lower() for line in seen.splitlines()}
+    assert {"torch", "sympy", "mpmath", "markupsafe", "pip"} <= names
+    assert not names & {"pytest", "transformers", "fsdp", "testkit", "pybind11"}
+    subprocess.run([python, "-m", "pip", "check"], check=True)
+    script = "import torch; print(torch.__file__, torch.ones(2).sum().item())"
+    done = subprocess.run([python, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [str(shared / "torch" / "__init__.py"), "2.0"]
 
 
 def test_an_unknown_package_is_an_error_before_anything_is_built(tmp_path):
@@ -48,7 +67,7 @@ def test_what_a_package_needs_is_built_and_only_what_is_named_is_tried(tmp_path,
 
     monkeypatch.setattr(check_wheels, "unchanged_wheel", unchanged_wheel)
     monkeypatch.setattr(check_wheels, "try_alone", try_alone)
-    monkeypatch.setattr(check_wheels, "torch_alone", lambda folder, options: folder)
+    monkeypatch.setattr(check_wheels, "torch_alone", lambda folder: folder)
     main(["dbuffer"], Options(dist=tmp_path / "dist"))
     assert tried == ["dbuffer"]
     assert sorted(path.name for path in (tmp_path / "dist").iterdir()) == [
