@@ -48,21 +48,18 @@ def tests(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """The slow tier: tests marked slow, then the oldest and the newest torch (`compat`).
 
-    docs/support/nightly.md records what they came to. Arguments go to pytest, and nothing is
-    recorded then.
+    docs/support/nightly.md records what they came to. Arguments are those of `tests`, and nothing
+    is recorded then.
     """
     python = dev_env(session)
-    pytest, report = Path(python).with_name("pytest"), RESULTS / "slow.xml"
-    report.unlink(missing_ok=True)
-    folders = [str((folder / "tests").relative_to(ROOT)) for folder in PROJECTS.values()]
-    arguments = ("-m", "slow", f"--junit-xml={report}", *folders, *session.posargs)
+    command = (python, "-m", "tools.run_tests", "--slow", *session.posargs)
     if session.posargs:
-        session.run(str(pytest), *arguments)
+        session.run(*command)
         return
-    session.run(str(pytest), *arguments, success_codes=(0, 1))  # failed tests are recorded too
+    session.run(*command, success_codes=(0, 1))  # failed tests are recorded too
     for torch in (OTHER_TORCHES[0], OTHER_TORCHES[-1]):
         session.notify(f"compat({torch})")
-    session.run(python, "-m", "tools.nightly_record", str(report))
+    session.run(python, "-m", "tools.nightly_record")
 
 
 @nox.session

@@ -1,7 +1,8 @@
-"""Records what a run of the slow tier came to: ``python -m tools.nightly_record REPORT``.
+"""Records what a run of the slow tier came to: ``python -m tools.nightly_record [REPORT ...]``.
 
-REPORT is a JUnit file of pytest's: of the tests marked slow, or of a package's tests with another
-torch, ``--package NAME``. In docs/support, nightly.json has the results, nightly.md the tables
+A REPORT is a JUnit file of pytest's: of the tests marked slow, by default all that
+``tools.run_tests --slow`` has left, or of a package's tests with another torch, ``--package NAME``.
+In docs/support, nightly.json has the results, nightly.md the tables
 made of them. Exits 1 where no test ran or one failed; the record says so then.
 """
 
@@ -12,11 +13,14 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 
-from tools.test_counts import RESULTS, Counts
+from tools.run_tests import RESULTS
+from tools.test_counts import Counts
 from tools.workspace import ROOT
 
 PAGES = ROOT / "docs" / "support"
@@ -61,13 +65,14 @@ class Record:
     others: dict[str, dict[str, Result]]
 
 
-def read_report(report: Path) -> dict[str, Result]:
-    """The results in a JUnit file of pytest's, by the module of the tests."""
+def read_reports(reports: Iterable[Path]) -> dict[str, Result]:
+    """The results in JUnit files of pytest's, by the module of the tests."""
     commit = _commit()
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     cores = os.cpu_count() or 1
     found: dict[str, tuple[Counts, float]] = {}
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
+    cases = (ElementTree.parse(report).getroot().iter("testcase") for report in reports)
+    for case in chain.from_iterable(cases):
         failed = case.find("failure") is not None or case.find("error") is not None
         skipped = case.find("skipped") is not None
         name = str(case.get("classname"))
@@ -124,7 +129,7 @@ def page(record: Record) -> str:
     if record.slow:
         where = next(iter(record.slow.values())).where
         lines += ["## Tests marked slow", ""]
-        lines += [f"`pytest -m slow`, {where}: {total(record.slow)}.", ""]
+        lines += [f"`nox -s nightly`, {where}: {total(record.slow)}.", ""]
         lines += ["| tests | outcome | took |", "|---|---|---:|"]
         lines += [
             f"| `{name}` | {result.counts} | {result.seconds:.0f} s |"
@@ -149,15 +154,15 @@ def _cell(result: Result) -> str:
     return f"{result.counts} ({result.date}, at {result.commit})"
 
 
-def main(report: Path, package: str | None = None, pages: Path = PAGES) -> int:
-    """Adds the results of a report to the record; the exit status.
+def main(reports: Iterable[Path], package: str | None = None, pages: Path = PAGES) -> int:
+    """Adds the results of reports to the record; the exit status.
 
     Args:
-        report: a JUnit file.
+        reports: JUnit files.
         package: whose tests these are, with another torch; None for the tests marked slow.
         pages: the folder of nightly.json and nightly.md.
     """
-    results = read_report(report)
+    results = read_reports(reports)
     record = read(pages / "nightly.json")
     counts = total(results)
     if package is None:
@@ -177,7 +182,7 @@ def main(report: Path, package: str | None = None, pages: Path = PAGES) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("report", type=Path, nargs="?", default=RESULTS / "slow.xml")
+    parser.add_argument("reports", type=Path, nargs="*", metavar="REPORT")
     parser.add_argument("--package")
     arguments = parser.parse_args()
-    sys.exit(main(arguments.report, arguments.package))
+    sys.exit(main(arguments.reports or RESULTS.glob("slow-*.xml"), arguments.package))

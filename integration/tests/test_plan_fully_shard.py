@@ -170,9 +170,7 @@ def _hsdp(name, model, sp):
     [_further(_fsdp, False), (_fsdp, True), _further(_hsdp, True)],
     ids=["FSDP x TP", "FSDP x TP + SP", "HSDP x TP + SP"],
 )
-@pytest.mark.parametrize(
-    "name", [_further(name) if name == "mixtral" else name for name in FUSED]
-)
+@pytest.mark.parametrize("name", [_further(name) if name == "mixtral" else name for name in FUSED])
 def test_fused_projections_train_as_one_device(name, shard, sp):
     _, loss, within = FUSED[name]
 

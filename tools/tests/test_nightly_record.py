@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.nightly_record import PAGES, main, page, read, read_report
+from tools.nightly_record import PAGES, main, page, read, read_reports
 
 CASES = {
     "passed": '<testcase classname="a.test_x" time="1.5"/>',
@@ -15,8 +15,8 @@ CASES = {
 
 @pytest.fixture
 def report(tmp_path):
-    def make(*names):
-        path = tmp_path / "slow.xml"
+    def make(*names, file="slow-a.xml"):
+        path = tmp_path / file
         cases = "".join(CASES[name] for name in names)
         path.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
         return path
@@ -25,7 +25,7 @@ def report(tmp_path):
 
 
 def test_the_record_has_a_row_per_file_and_what_it_ran_on(report, tmp_path):
-    assert main(report("passed", "also", "skipped"), pages=tmp_path) == 0
+    assert main([report("passed", "also", "skipped")], pages=tmp_path) == 0
     text = (tmp_path / "nightly.md").read_text()
     assert "| `a.test_x` | 2 passed, 0 failed, 0 skipped | 4 s |" in text
     assert "| `a.test_y` | 0 passed, 0 failed, 1 skipped | 0 s |" in text
@@ -33,10 +33,16 @@ def test_the_record_has_a_row_per_file_and_what_it_ran_on(report, tmp_path):
     assert "torch 2." in text
 
 
+def test_the_reports_of_projects_are_one_record(report, tmp_path):
+    reports = [report("passed"), report("failed", file="slow-b.xml")]
+    assert main(reports, pages=tmp_path) == 1
+    assert list(read(tmp_path / "nightly.json").slow) == ["a.test_x", "a.test_y"]
+
+
 def test_packages_with_another_torch_have_a_row_and_a_column_each(report, tmp_path, monkeypatch):
     for torch, package in (("2.11.0+cpu", "dbuffer"), ("2.15.1", "fsdp"), ("2.15.1", "dbuffer")):
         monkeypatch.setattr("tools.nightly_record.version", lambda _, torch=torch: torch)
-        main(report("passed", "also"), package, pages=tmp_path)
+        main([report("passed", "also")], package, pages=tmp_path)
     rows = [line.split(" | ") for line in (tmp_path / "nightly.md").read_text().splitlines()]
     heading, dbuffer, fsdp = (row for row in rows if len(row) == 3)
     assert heading == ["| package", "torch 2.11", "torch 2.15 |"]
@@ -46,9 +52,9 @@ def test_packages_with_another_torch_have_a_row_and_a_column_each(report, tmp_pa
 
 
 def test_a_later_run_replaces_its_own_results_only(report, tmp_path):
-    main(report("failed"), "fsdp", pages=tmp_path)
-    main(report("skipped"), pages=tmp_path)
-    main(report("passed"), pages=tmp_path)
+    main([report("failed")], "fsdp", pages=tmp_path)
+    main([report("skipped")], pages=tmp_path)
+    main([report("passed")], pages=tmp_path)
     record = read(tmp_path / "nightly.json")
     assert list(record.slow) == ["a.test_x"]
     [[result]] = [list(of_one.values()) for of_one in record.others.values()]
@@ -59,12 +65,12 @@ def test_a_later_run_replaces_its_own_results_only(report, tmp_path):
 @pytest.mark.parametrize("package", [None, "fsdp"])
 @pytest.mark.parametrize("names", [("passed", "failed"), ("passed", "error"), ("skipped",), ()])
 def test_a_failure_or_no_test_at_all_is_one_and_is_recorded(names, package, report, tmp_path):
-    assert main(report(*names), package, pages=tmp_path) == 1
+    assert main([report(*names)], package, pages=tmp_path) == 1
     assert (tmp_path / "nightly.md").exists()
 
 
 def test_an_error_counts_as_a_failure(report):
-    assert read_report(report("error"))["a.test_y"].counts.failed == 1
+    assert read_reports([report("error")])["a.test_y"].counts.failed == 1
 
 
 def test_the_page_is_made_from_the_record():

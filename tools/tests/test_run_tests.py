@@ -61,3 +61,11 @@ def test_an_unknown_project_is_refused_before_any_runs(workspace, capfd):
     assert run_tests.main(["good", "bda", "-x"]) == 2
     assert "expected projects of ['good', 'bad'], got ['bda']" in capfd.readouterr().err
     assert not (workspace / "results").exists()
+
+
+def test_the_slow_tests_run_alone_and_a_project_may_have_none(workspace, capfd):
+    slow = "import pytest\n\n\n@pytest.mark.slow\ndef test_slow():\n    pass\n"
+    (workspace / "good" / "tests" / "test_slow.py").write_text(slow)
+    assert run_tests.main(["-W", "ignore"], slow=True) == 0
+    assert "1 passed, 2 deselected" in capfd.readouterr().out
+    assert (workspace / "results" / "slow-good.xml").exists()
