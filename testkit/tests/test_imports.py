@@ -11,6 +11,13 @@ def test_what_a_statement_imports_is_named():
     assert after - before >= {"wave", "xml"}
 
 
+def test_a_statement_may_run_where_torch_is_loaded_already():
+    before, after = (loaded_by(code, after_torch=True) for code in ("pass", "import wave"))
+    assert {"torch", "testkit"} <= before
+    assert after - before == {"wave"}
+    assert not before & PACKAGES
+
+
 def test_what_this_interpreter_has_loaded_is_not_reported():
     assert testkit.__name__ not in loaded_by("pass")
 

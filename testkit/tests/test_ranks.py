@@ -305,7 +305,7 @@ def test_an_unsendable_result_names_the_rank_and_the_remedy():
 
 def test_a_rank_that_cannot_start_is_named(monkeypatch):
     monkeypatch.setattr(run, "_pool", None)  # the kept ones come back afterwards
-    monkeypatch.setattr(forkserver, "_server", None)
+    monkeypatch.setattr(forkserver, "_servers", {})
     monkeypatch.setattr(sys, "executable", "/bin/false")
     error = str(failing(fn=dist.get_rank, world_size=1))
     assert "cannot start rank 0: the process that forks ranks ended with exit code 1" in error
@@ -415,6 +415,9 @@ sys.path.insert(0, sys.argv[1])
 testkit.preload("first")
 for result in testkit.run_ranks(importer, 2):
     print(*result)
+print("first" in testkit.run_python("-c", "import sys; print(*sys.modules)").stdout.split())
+other = testkit.run_python("-c", "import sys; print(*sys.modules)", preloaded=False)
+print("first" in other.stdout.split(), "torch" in other.stdout.split())
 testkit.preload("first")
 try:
     testkit.preload("second")
@@ -428,10 +431,11 @@ except RuntimeError as error:
         text=True,
         timeout=60,
     )
-    *ranks, refused = run.stdout.splitlines()
+    *ranks, command, other_command, refused = run.stdout.splitlines()
     (own, importer), (other, same) = (line.split() for line in ranks)
     assert importer == same != "None"
     assert len({own, other, importer}) == 3
+    assert (command, other_command) == ("True", "False True")
     assert "got second after it" in refused
 
 

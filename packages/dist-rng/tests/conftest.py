@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels, once in a session of tests; no device is needed."""
+"""Compiles the CUDA kernels, once in a session of tests and architecture; no device is needed."""
 
 import fcntl
 import importlib.util
@@ -14,22 +14,23 @@ import pytest
 HERE = Path(__file__).parent
 SOURCE = HERE.parent / "src" / "cuda"
 RUNTIME = HERE / "cpp" / "cuda_runtime_on_host.cpp"
-ARCHITECTURES = ("80", "90")
 OPTIONS = ("-std=c++17", "-O3", "-DDIST_RNG_ISA=device")  # those of cmake/cuda_kernels.cmake
 
 
 @dataclass(frozen=True)
 class CompiledKernels:
-    """The library of src/cuda: the same objects, linked to two runtimes.
+    """The library of src/cuda for one architecture: the same objects, linked to two runtimes.
 
     Attributes:
+        architecture: for which it was compiled, ``90`` and the like.
         device_library: linked to NVIDIA's runtime, as in the package.
         host_library: linked to cpp/cuda_runtime_on_host.cpp, which runs the kernels on the host.
-        resource_usage: what ptxas reports of each kernel for each architecture.
+        resource_usage: what ptxas reports of each kernel.
         nvcc: the compiler.
-        folder: where nvcc's intermediate files are, ``fill_masks.compute_80.ptx`` and the like.
+        folder: where nvcc's intermediate files are, ``fill_masks.ptx`` and the like.
     """
 
+    architecture: str
     device_library: Path
     host_library: Path
     resource_usage: str
@@ -54,6 +55,10 @@ def find_nvcc() -> str | None:
 
 @pytest.fixture(scope="session")
 def compiled_kernels(tmp_path_factory):
+    return compiled_for("90", tmp_path_factory)
+
+
+def compiled_for(architecture: str, tmp_path_factory: pytest.TempPathFactory) -> CompiledKernels:
     nvcc = find_nvcc()
     if nvcc is None:
         pytest.skip(
@@ -63,18 +68,20 @@ def compiled_kernels(tmp_path_factory):
     # The processes of pytest-xdist have a folder in common; one of them compiles.
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-    folder = shared / "compiled_kernels"
+    folder = shared / f"compiled_kernels_{architecture}"
     folder.mkdir(exist_ok=True)
     usage = folder / "resource_usage.txt"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not usage.exists():
-            usage.write_text(compile_kernels(nvcc, folder))
+            usage.write_text(compile_kernels(nvcc, folder, architecture))
     device_library, host_library = folder / "device.so", folder / "host.so"
-    return CompiledKernels(device_library, host_library, usage.read_text(), nvcc, folder)
+    return CompiledKernels(
+        architecture, device_library, host_library, usage.read_text(), nvcc, folder
+    )
 
 
-def compile_kernels(nvcc: str, folder: Path) -> str:
+def compile_kernels(nvcc: str, folder: Path, architecture: str) -> str:
     """Compiles and links both libraries; returns what ptxas reports."""
 
     def run(*arguments: str) -> str:
@@ -84,11 +91,11 @@ def compile_kernels(nvcc: str, folder: Path) -> str:
         return ran.stdout + ran.stderr
 
     sources = sorted(SOURCE.glob("*.cu"))
-    architectures = (f"-gencode=arch=compute_{n},code=sm_{n}" for n in ARCHITECTURES)
+    target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
     with ThreadPoolExecutor() as compiling:
         kernels = compiling.submit(
-            run, *OPTIONS, *architectures, "-Xcompiler=-fPIC", "--resource-usage", "--keep",
-            "--threads=2", "-c", *map(str, sources),
+            run, *OPTIONS, target, "-Xcompiler=-fPIC", "--resource-usage", "--keep", "-c",
+            *map(str, sources),
         )  # fmt: skip
         runtime = compiling.submit(
             run, "-std=c++20", "-O1", "-c", str(RUNTIME),

@@ -72,7 +72,10 @@ for kind in self_check._SAMPLES:
 """
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+# Every other test runs with the processor's best.
+@pytest.mark.parametrize(
+    "capability", ["default", "avx2", pytest.param("avx512", marks=pytest.mark.slow)]
+)
 def test_every_cpu_capability_of_torch_is_reproduced(capability):
     if capability.upper() not in _capabilities():
         pytest.skip(f"this processor has no {capability}")

@@ -11,7 +11,7 @@ import pytest
 
 from dist_rng.cuda.library import FillParams, KernelLibrary
 
-from .conftest import ARCHITECTURES, OPTIONS, SOURCE
+from .conftest import OPTIONS, SOURCE, compiled_for
 
 # What ptxas says of a kernel.
 USAGE = re.compile(
@@ -21,6 +21,11 @@ USAGE = re.compile(
     r"Used (?P<registers>\d+) registers",
     re.DOTALL,
 )
+
+
+@pytest.fixture(scope="module", params=["90", pytest.param("80", marks=pytest.mark.slow)])
+def of_architecture(request, tmp_path_factory):
+    return compiled_for(request.param, tmp_path_factory)
 
 
 @pytest.fixture
@@ -52,14 +57,10 @@ def test_a_launch_without_a_device_raises(built):
         )
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_kernels_use_registers_only(compiled_kernels, architecture):
+def test_kernels_use_registers_only(of_architecture):
     """No local memory, of arrays or spills; 64 registers let a multiprocessor run 1,024 threads."""
-    usages = [
-        usage
-        for usage in USAGE.finditer(compiled_kernels.resource_usage)
-        if usage["architecture"] == architecture
-    ]
+    usages = list(USAGE.finditer(of_architecture.resource_usage))
+    assert {usage["architecture"] for usage in usages} == {of_architecture.architecture}
     for kernel in ("boxes_kernel", "strides_kernel", "vectors_kernel"):
         assert any(kernel in usage["kernel"] for usage in usages), kernel
     for usage in usages:
@@ -67,17 +68,11 @@ def test_kernels_use_registers_only(compiled_kernels, architecture):
         assert int(usage["registers"]) <= 64, usage
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_ptx_has_the_launch_bounds_and_neither_local_memory_nor_fast_math(
-    compiled_kernels, architecture
-):
-    texts = [
-        path.read_text()
-        for path in compiled_kernels.folder.glob(f"fill_*.compute_{architecture}.ptx")
-    ]
+def test_ptx_has_the_launch_bounds_and_neither_local_memory_nor_fast_math(of_architecture):
+    texts = [path.read_text() for path in of_architecture.folder.glob("fill_*.ptx")]
     assert len(texts) == len(list(SOURCE.glob("fill_*.cu")))
     for text in texts:
-        assert f".target sm_{architecture}" in text
+        assert f".target sm_{of_architecture.architecture}" in text
         kernels = text.count(".entry ")
         # The bound that cpp/cuda_runtime_on_host.cpp checks.
         assert len(re.findall(r"\.maxntid 256\b", text)) == kernels
@@ -90,22 +85,19 @@ def test_ptx_has_the_launch_bounds_and_neither_local_memory_nor_fast_math(
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_no_value_depends_on_what_nvcc_contracts(compiled_kernels, architecture, tmp_path):
+def test_no_value_depends_on_what_nvcc_contracts(of_architecture, tmp_path):
     """Without contraction the machine code is the same: philox/formulas.h calls every fma itself.
 
     Only logarithms of doubles differ, which are CUDA's; the emulator documents their error.
     """
     subprocess.run(
         [
-            compiled_kernels.nvcc, *OPTIONS, f"-arch=sm_{architecture}", "--fmad=false", "-cubin",
-            str(SOURCE / "fill_floating.cu"), "-o", "separate.cubin",
+            of_architecture.nvcc, *OPTIONS, f"-arch=sm_{of_architecture.architecture}",
+            "--fmad=false", "-cubin", str(SOURCE / "fill_floating.cu"), "-o", "separate.cubin",
         ],
         check=True, cwd=tmp_path,
     )  # fmt: skip
-    contracted = machine_code(
-        compiled_kernels.folder / f"fill_floating.compute_{architecture}.cubin"
-    )
+    contracted = machine_code(of_architecture.folder / "fill_floating.cubin")
     separate = machine_code(tmp_path / "separate.cubin")
     assert contracted.keys() == separate.keys()
     different = {name for name in contracted if contracted[name] != separate[name]}

@@ -141,7 +141,15 @@ def test_recorded_numbers_of_real_gpus_are_reproduced(draw, printed, geometry):
     torch.testing.assert_close(tensor, torch.tensor(printed), rtol=0, atol=5.1e-5)
 
 
-SHAPES = [(7,), (4, 6), (3, 4, 5), (2, 3, 2, 5), (64, 80), (5, 3, 7, 40)]
+FEW_SHAPES = [(7,), (64, 80)]
+SHAPES = [*FEW_SHAPES, (4, 6), (3, 4, 5), (2, 3, 2, 5), (5, 3, 7, 40)]
+# Whatever is drawn, its elements are found by one of these: four or two a call, or vectors.
+PATHS = [
+    (Uniform(), torch.float32),
+    (Normal(), torch.float64),
+    (BernoulliTensor(), torch.float32),
+    (FusedDropout(0.1, 4), torch.bool),
+]
 
 
 def regions_of(shape):
@@ -170,15 +178,28 @@ def regions_of(shape):
     yield [full.within(IndexRange(1, numel // 3), IndexRange(numel // 2, numel - 1))]
 
 
-@pytest.mark.parametrize(("draw", "dtype"), CASES, ids=name)
-def test_shards_equal_the_single_device(draw, dtype):
+def assert_shards_equal_the_single_device(draw, dtype, shapes):
     with emulated_device(SMALL):
-        for shape in SHAPES:
+        for shape in shapes:
             given_ = probabilities_for(draw, shape, dtype)
             expected, reference = whole(draw, dtype, shape, 8, given_)
             for regions in regions_of(shape):
                 for region in regions:
                     assert_shard(draw, region, expected, given_, offset_of(reference))
+
+
+@pytest.mark.parametrize(("draw", "dtype"), CASES, ids=name)
+def test_shards_equal_the_single_device(draw, dtype):
+    assert_shards_equal_the_single_device(draw, dtype, FEW_SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("draw", "dtype"),
+    [pytest.param(*case, marks=() if case in PATHS else pytest.mark.slow) for case in CASES],
+    ids=name,
+)
+def test_shards_of_every_shape_equal_the_single_device(draw, dtype):
+    assert_shards_equal_the_single_device(draw, dtype, SHAPES)
 
 
 def assert_shard(draw, region, expected, given_, offset, strides=None):

@@ -13,4 +13,4 @@ def test_version_is_that_of_the_installed_distribution():
 
 
 def test_import_loads_no_other_package_of_the_workspace():
-    assert not loaded_by("import dist_rng") & NOT_LOADED
+    assert not loaded_by("import dist_rng", after_torch=True) & NOT_LOADED

@@ -82,6 +82,6 @@ def every_case(world_size):
     assert dist.get_world_size() == world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_shape_and_dtype_of_the_case_table(world_size):
     run_ranks(every_case, world_size, world_size, timeout=240)

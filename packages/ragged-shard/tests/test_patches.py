@@ -5,8 +5,6 @@ import inspect
 import io
 import pickle
 import re
-import subprocess
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -27,8 +25,9 @@ from torch.distributed.tensor import (
 
 import ragged_shard
 from ragged_shard import RaggedShard
-from testkit import assert_bitwise, fake_mesh
+from testkit import assert_bitwise, fake_mesh, run_python
 from testkit.inspection.call_forms import call_forms
+from testkit.inspection.imports import PACKAGES, loaded_by
 from testkit.inspection.torch_snapshot import changes_by, importing
 
 KINDS = {
@@ -38,8 +37,18 @@ KINDS = {
 }
 
 
+WARNINGS_ARE_ERRORS = "import warnings; warnings.simplefilter('error')"
+INSTALLED_NOTHING = """
+ragged_shard.RaggedShard, ragged_shard.visualize
+assert not ragged_shard.is_installed()
+from torch.distributed.tensor import DTensor
+assert DTensor.__create_chunk_list__.__module__ == "torch.distributed.tensor._api"
+"""
+
+
 def run(code):
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+    done = run_python("-c", f"{WARNINGS_ARE_ERRORS}\n{code}")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
@@ -49,17 +58,13 @@ def uninstalled():
     ragged_shard.install()
 
 
-@pytest.mark.parametrize("order", ["import ragged_shard, torch", "import torch, ragged_shard"])
-def test_importing_installs_nothing_whichever_comes_first(order):
-    run(
-        f"""
-{order}
-ragged_shard.RaggedShard, ragged_shard.visualize
-assert not ragged_shard.is_installed()
-from torch.distributed.tensor import DTensor
-assert DTensor.__create_chunk_list__.__module__ == "torch.distributed.tensor._api"
-"""
-    )
+def test_importing_it_after_torch_installs_nothing():
+    run(f"import torch, ragged_shard{INSTALLED_NOTHING}")
+
+
+def test_importing_it_first_installs_nothing_and_brings_torch_and_no_other_of_our_packages():
+    code = f"{WARNINGS_ARE_ERRORS}; import ragged_shard{INSTALLED_NOTHING}"
+    assert loaded_by(code) & (PACKAGES | {"torch"}) == {"ragged_shard", "torch"}
 
 
 def test_import_changes_nothing_a_placement_its_list_and_uninstall_takes_all_back():

@@ -135,12 +135,11 @@ def _apply(patches: Patches) -> None:
 
 
 def _refuse_tensors_in_use() -> None:
-    gc.collect()
-    tensors = [
-        tensor
-        for tensor in gc.get_objects()
-        if issubclass(type(tensor), DTensor) and any_custom(tensor._spec.placements)
-    ]
+    tensors = _tensors_in_memory()
+    if tensors:  # perhaps garbage; to collect takes longer than to look
+        tensors.clear()
+        gc.collect()
+        tensors = _tensors_in_memory()
     if tensors:
         first = tensors[0]
         raise RuntimeError(
@@ -148,3 +147,11 @@ def _refuse_tensors_in_use() -> None:
             f"{len(tensors)}, the first of shape {tuple(first.shape)} with placements "
             f"{first.placements}; delete them, or redistribute them to torch's placements, first"
         )
+
+
+def _tensors_in_memory() -> list[DTensor]:
+    return [
+        tensor
+        for tensor in gc.get_objects()
+        if issubclass(type(tensor), DTensor) and any_custom(tensor._spec.placements)
+    ]

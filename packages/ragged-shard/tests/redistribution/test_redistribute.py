@@ -103,7 +103,7 @@ def every_pair():
                 log.assert_counts({})
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_pair_of_placements_sends_the_fewest_bytes_in_one_collective(world_size):
     run_ranks(every_pair, world_size)
 

@@ -1,8 +1,6 @@
 """What is printed: with rich and without, for a DTensor and for a shape."""
 
 import io
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
 from ragged_shard.visualization.ownership import ownership, visualize
-from testkit import fake_mesh
+from testkit import fake_mesh, run_python
 
 STRIDED = (StridedRaggedShard((0, 1), (5, 7), 2), Shard(0))
 PICTURE = """\
@@ -71,10 +69,8 @@ def test_standard_output_is_where_it_goes(capsys):
 
 
 def test_without_rich_it_is_the_same_in_plain_characters():
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_RICH], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == PICTURE
+    done = run_python("-c", WITHOUT_RICH)
+    assert done.stdout == PICTURE, done.stderr
 
 
 def test_a_terminal_is_shown_colours(monkeypatch):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from testkit.ranks.python_command import run_python
+
 __all__ = ["blocks", "examples", "page_examples", "run_examples"]
 
-# Imports take most of an example's time, dynamo's with the first operator on a DTensor: they happen
-# once, and each example has a fork.
+# Imports take most of an example's time: they happen once, and each example has a fork.
 _SCRIPT = """
 import importlib, os, runpy, sys
-import torch._dynamo, torch.distributed.tensor
 for name in filter(None, sys.argv[1].split(",")):
     importlib.import_module(name)
 for path in sys.argv[2:]:
@@ -81,6 +81,8 @@ def blocks(text: str, language: str) -> list[str]:
 def run_examples(codes: Sequence[str], folder: Path, imports: Sequence[str] = ()) -> None:
     """Runs examples as scripts, one after another, each in a process of its own.
 
+    The processes begin with torch, DTensor and dynamo imported.
+
     Args:
         codes: their sources.
         folder: in which they run; they are written there, as ``example1.py`` and so on.
@@ -93,5 +95,10 @@ def run_examples(codes: Sequence[str], folder: Path, imports: Sequence[str] = ()
     paths = [folder / f"example{number}.py" for number in range(1, len(codes) + 1)]
     for path, code in zip(paths, codes, strict=True):
         path.write_text(code)
-    command = [sys.executable, "-c", _SCRIPT, ",".join(imports), *map(str, paths)]
-    subprocess.run(command, check=True, cwd=folder)
+    with contextlib.chdir(folder):
+        done = run_python(
+            "-c", _SCRIPT, ",".join(imports), *map(str, paths), preloaded=False, timeout=600.0
+        )
+    sys.stdout.write(done.stdout)
+    sys.stderr.write(done.stderr)
+    done.check_returncode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from ctypes import c_void_p
@@ -25,6 +24,8 @@ import torch.utils._pytree as pytree
 from torch import overrides
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer
+
+from testkit.ranks.python_command import run_python
 
 _CODE = (
     FunctionType, BuiltinFunctionType, MethodDescriptorType, staticmethod, classmethod, property,
@@ -86,8 +87,9 @@ def torch_snapshot() -> TorchSnapshot:
 
 
 _SCRIPT = """
-import json, sys
+import json, sys, warnings
 from testkit.inspection.torch_snapshot import torch_snapshot
+warnings.simplefilter("error")
 before, scope, found = torch_snapshot(), {}, []
 for statement in sys.argv[1:]:
     exec(statement, scope)
@@ -97,7 +99,7 @@ print(json.dumps(found))
 
 
 def changes_by(*statements: str, timeout: float = 240.0) -> list[list[str]]:
-    """Runs statements in a new interpreter, in which warnings are errors.
+    """Runs statements in a process that has imported torch alone, in which warnings are errors.
 
     Args:
         *statements: Python source, run in order in one namespace.
@@ -110,12 +112,7 @@ def changes_by(*statements: str, timeout: float = 240.0) -> list[list[str]]:
     Raises:
         RuntimeError: a statement failed; has its traceback.
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", _SCRIPT, *statements],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    done = run_python("-c", _SCRIPT, *statements, preloaded=False, timeout=timeout)
     if done.returncode:
         raise RuntimeError(f"changes_by: exit code {done.returncode}\n{done.stderr}")
     changes: list[list[str]] = json.loads(done.stdout.splitlines()[-1])

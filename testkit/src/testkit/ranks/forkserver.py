@@ -29,7 +29,8 @@ _MESSAGE_BYTES = 2**17  # a command has its environment; the kernel allows 1.6 t
 _START_TIMEOUT = 120.0  # seconds to import torch and to fork
 
 _preloaded: dict[str, None] = {}  # names of modules, in order
-_server: ForkServer | None = None  # outlives the pools, which a failed call closes
+# By the modules that they have imported; they outlive the pools, which a failed call closes.
+_servers: dict[tuple[str, ...], ForkServer] = {}
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def preload(*modules: str) -> None:
         RuntimeError: ranks were started before.
     """
     new = [name for name in modules if name not in _preloaded]
-    if new and _server is not None:
+    if new and tuple(_preloaded) in _servers:
         raise RuntimeError(
             f"preload: expected a call before the first run_ranks, got {', '.join(new)} after it; "
             "call it in conftest.py"
@@ -193,18 +194,23 @@ def preload(*modules: str) -> None:
     _preloaded.update(dict.fromkeys(new))
 
 
-def shared_server() -> ForkServer:
+def shared_server(*, preloaded: bool = True) -> ForkServer:
     """Returns the server of this process; starts one if there is none, or it has ended.
+
+    Args:
+        preloaded: whether it has imported the modules of `preload`; if there are none, both are the
+            same server.
 
     Raises:
         OSError: the process cannot be created.
     """
-    global _server
-    if _server is None or not _server.usable():
-        if _server is not None:
-            _server.close()
-        _server = ForkServer(_preloaded)
-    return _server
+    modules = tuple(_preloaded) if preloaded else ()
+    server = _servers.get(modules)
+    if server is None or not server.usable():
+        if server is not None:
+            server.close()
+        server = _servers[modules] = ForkServer(modules)
+    return server
 
 
 def die_with_parent(parent: int) -> None:

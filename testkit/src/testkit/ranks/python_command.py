@@ -120,7 +120,9 @@ def _written(file: IO[str]) -> str:
         return file.read()
 
 
-def start_python(*arguments: str, environment: Mapping[str, str] | None = None) -> PythonProcess:
+def start_python(
+    *arguments: str, environment: Mapping[str, str] | None = None, preloaded: bool = True
+) -> PythonProcess:
     """Starts ``python ARGUMENTS`` as a fork of a process that has imported torch.
 
     The differences from a new interpreter: modules that torch and `preload` have imported are not
@@ -133,6 +135,7 @@ def start_python(*arguments: str, environment: Mapping[str, str] | None = None) 
         *arguments: ``-m MODULE``, ``-c CODE`` or a file, then the arguments of the program. Options
             of the interpreter itself are not known.
         environment: all of the command's environment; by default that of this process.
+        preloaded: whether the modules of `preload` are imported; otherwise torch's alone are.
 
     Returns:
         the process, with this one's working directory, in a session of its own, without input.
@@ -153,19 +156,24 @@ def start_python(*arguments: str, environment: Mapping[str, str] | None = None) 
         stdout, stderr = (
             on_error.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2)
         )
-        process = shared_server().fork(command, stdout.fileno(), stderr.fileno())
+        server = shared_server(preloaded=preloaded)
+        process = server.fork(command, stdout.fileno(), stderr.fileno())
         on_error.pop_all()
     return PythonProcess(arguments, process, stdout, stderr)
 
 
 def run_python(
-    *arguments: str, environment: Mapping[str, str] | None = None, timeout: float = 60.0
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    preloaded: bool = True,
+    timeout: float = 60.0,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python ARGUMENTS`` to its end, as `start_python` starts it.
 
     Args:
         *arguments: those of `start_python`.
         environment: that of `start_python`.
+        preloaded: that of `start_python`.
         timeout: seconds after which the command is killed.
 
     Returns:
@@ -176,4 +184,5 @@ def run_python(
         ValueError: those of `start_python`.
         OSError: those of `start_python`.
     """
-    return start_python(*arguments, environment=environment).wait(timeout)
+    process = start_python(*arguments, environment=environment, preloaded=preloaded)
+    return process.wait(timeout)

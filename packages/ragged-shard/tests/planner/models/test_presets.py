@@ -23,6 +23,7 @@ PUBLISHED = {
 }
 # The tensors of the checkpoints' model.safetensors.index.json, FP8 scales left out.
 TENSORS = {"llama3-8b": 291, "llama3-70b": 723, "mixtral-8x7b": 995, "deepseek-v3": 45_395}
+LARGER = ("llama3-70b", "llama3-405b")  # than a model of the same class
 # Of the groups' names, and of the names, shapes and kinds of their parameters, in order: figures
 # of padding depend on all of them.
 PUBLISHED_DIGESTS = {
@@ -53,7 +54,10 @@ def test_names_shapes_and_order_do_not_change(name):
     assert digest(preset_model(name, experts="stacked")) == STACKED_DIGESTS[name]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in LARGER else ()) for name in PRESETS],
+)
 def test_the_stored_shapes_are_those_that_transformers_builds(name):
     pytest.importorskip("transformers", minversion="5")
     built = json.loads(json.dumps(layouts_of(ModelConfig(name, PRESETS[name].values))))
