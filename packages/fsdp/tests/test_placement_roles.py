@@ -62,7 +62,7 @@ def accumulates_shards(model, last):
 def test_losses_have_the_bits_of_fsdp(names, param_dtype):
     def check():
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-        for how in ({"steps": 4}, {"micro": 2}):
+        for how in ({"steps": 3}, {"steps": 2, "micro": 2}):
             wanted = losses(shard(like=names[0], mp_policy=policy), **how)
             for name in names:
                 assert torch.equal(losses(shard(name, mp_policy=policy), **how), wanted), name
@@ -85,8 +85,8 @@ def test_gradients_of_microbatches_have_the_bits_of_fsdp_that_keeps_them_so(name
     """Unsharded and reduced in the last backward, or reduced over the shard axis in each."""
 
     def check():
-        wanted = losses(shard(like=name), micro=3, prepare=same)
-        assert torch.equal(losses(shard(name), micro=3, prepare=accumulates), wanted)
+        wanted = losses(shard(like=name), steps=2, micro=3, prepare=same)
+        assert torch.equal(losses(shard(name), steps=2, micro=3, prepare=accumulates), wanted)
 
     run_ranks(check, 4 if name in TWO_AXES else 2, timeout=120)
 
@@ -95,11 +95,14 @@ def test_gradients_of_microbatches_have_the_bits_of_fsdp_that_keeps_them_so(name
 
 
 @pytest.mark.parametrize("micro", [2, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [*ONE_AXIS, *TWO_AXES])
-def test_a_step_sends_the_bytes_of_the_formulas(name, micro):
+def test_a_step_sends_the_bytes_of_the_formulas(micro):
     """Counted on 2 x 2 ranks; the root's parameters stay between forward and backward."""
+    names = (*ONE_AXIS, *TWO_AXES)
 
     def check():
+        return [sent_by_a_step(name) for name in names]
+
+    def sent_by_a_step(name):
         model = shard(name, strategy="native")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):  # the first one compares plans, too
@@ -116,7 +119,10 @@ def test_a_step_sends_the_bytes_of_the_formulas(name, micro):
                    for one in log.calls)  # fmt: skip
         return sent, root, total, log.counts()
 
-    for sent, root, total, counts in run_ranks(check, 4, timeout=120):
+    ranks = run_ranks(check, 4, timeout=120)
+    for name, (sent, root, total, counts) in [
+        pair for found in ranks for pair in zip(names, found, strict=True)
+    ]:
         four, two = total * 3 // 4, total // 2  # of a collective over 4 ranks, and over 2
         of_shards = total // 2 // 2  # over 2 replicas
         gathers, reductions, expected = {
@@ -129,11 +135,11 @@ def test_a_step_sends_the_bytes_of_the_formulas(name, micro):
                 7 * micro + 4, 4 * micro + 4, micro * (3 * two - root // 2) + 2 * of_shards,
             ),
         }[name]  # fmt: skip
-        assert sent == expected
+        assert sent == expected, name
         wanted = {"all_gather": gathers, "reduce_scatter": reductions}
         if name == "hsdp":
             wanted["all_reduce"] = 4
-        assert counts == wanted
+        assert counts == wanted, name
 
 
 def test_microbatches_need_no_more_than_set_requires_gradient_sync():

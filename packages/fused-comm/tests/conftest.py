@@ -2,4 +2,4 @@
 
 from testkit import preload
 
-preload("fused_comm", "transformers.models.llama.modeling_llama")
+preload("transformers.models.llama.modeling_llama")

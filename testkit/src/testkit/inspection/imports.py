@@ -1,9 +1,12 @@
-"""Finds the modules that importing a package loads, in a new interpreter."""
+"""Finds the modules that importing a package loads, and runs commands without the packages."""
 
 import os
 import subprocess
 import sys
 import tempfile
+
+from testkit.ranks import run_python
+from testkit.ranks.forkserver import preloaded
 
 #: The import names of the workspace's packages.
 PACKAGES = frozenset(
@@ -33,3 +36,28 @@ def loaded_by(statement: str) -> set[str]:
             text=True,
         )
     return set(run.stdout.split())
+
+
+def run_without_packages(
+    *arguments: str, timeout: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``python ARGUMENTS`` in a process that begins with none of `PACKAGES` imported.
+
+    That is `run_python`, which has imported torch, unless `preload` has one of them imported there
+    too; then it is a new interpreter.
+
+    Args:
+        *arguments: those of `run_python`.
+        timeout: seconds after which the command is killed.
+
+    Returns:
+        its exit code and output.
+
+    Raises:
+        subprocess.TimeoutExpired: it was killed.
+    """
+    if PACKAGES.isdisjoint(name.partition(".")[0] for name in preloaded()):
+        return run_python(*arguments, timeout=timeout)
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=timeout
+    )

@@ -13,6 +13,7 @@ from testkit.ranks import run_python
 
 __all__ = ["blocks", "examples", "page_examples", "run_examples"]
 
+
 def examples(test_file: str) -> list[str]:
     """Returns the ``python`` blocks of a package's README.
 

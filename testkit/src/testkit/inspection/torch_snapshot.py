@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from ctypes import c_void_p
 from dataclasses import dataclass
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
@@ -25,6 +25,8 @@ import torch.utils._pytree as pytree
 from torch import overrides
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer
+
+from testkit.inspection.imports import run_without_packages
 
 _CODE = (
     FunctionType, BuiltinFunctionType, MethodDescriptorType, staticmethod, classmethod, property,
@@ -86,7 +88,8 @@ def torch_snapshot() -> TorchSnapshot:
 
 
 _SCRIPT = """
-import json, sys
+import json, sys, warnings
+warnings.simplefilter("error")
 from testkit.inspection.torch_snapshot import torch_snapshot
 before, scope, found = torch_snapshot(), {}, []
 for statement in sys.argv[1:]:
@@ -97,7 +100,7 @@ print(json.dumps(found))
 
 
 def changes_by(*statements: str, timeout: float = 240.0) -> list[list[str]]:
-    """Runs statements in a new interpreter, in which warnings are errors.
+    """Runs statements in a process without our packages, in which warnings are errors.
 
     Args:
         *statements: Python source, run in order in one namespace.
@@ -110,12 +113,7 @@ def changes_by(*statements: str, timeout: float = 240.0) -> list[list[str]]:
     Raises:
         RuntimeError: a statement failed; has its traceback.
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", _SCRIPT, *statements],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    done = run_without_packages("-c", _SCRIPT, *statements, timeout=timeout)
     if done.returncode:
         raise RuntimeError(f"changes_by: exit code {done.returncode}\n{done.stderr}")
     changes: list[list[str]] = json.loads(done.stdout.splitlines()[-1])
@@ -212,6 +210,6 @@ def _settings() -> Iterator[tuple[str, object]]:
 def _same(before: _Identity | None, now: _Identity | None) -> bool:
     if before is None or now is None or len(before) != len(now):
         return before is now
-    return all(
+    return all(map(is_, before, now)) or all(
         a is b or (type(a) in _BY_VALUE and a == b) for a, b in zip(before, now, strict=True)
     )

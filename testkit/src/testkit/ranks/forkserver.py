@@ -193,6 +193,11 @@ def preload(*modules: str) -> None:
     _preloaded.update(dict.fromkeys(new))
 
 
+def preloaded() -> tuple[str, ...]:
+    """Returns the names of the modules that `preload` was called with."""
+    return tuple(_preloaded)
+
+
 def shared_server() -> ForkServer:
     """Returns the server of this process; starts one if there is none, or it has ended.
 
