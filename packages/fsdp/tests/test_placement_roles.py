@@ -166,11 +166,18 @@ def test_microbatches_need_no_more_than_set_requires_gradient_sync():
 @pytest.mark.parametrize(
     "param_dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", [*ONE_AXIS, *TWO_AXES])
-def test_memory_between_steps_is_that_of_the_formulas(name, param_dtype):
+def test_memory_between_steps_is_that_of_the_formulas(param_dtype):
     """To the byte, on 2 x 2 simulated devices, with the padding of the layouts."""
+    names = (*ONE_AXIS, *TWO_AXES)
 
     def check():
+        found = []
+        for name in names:
+            found.append(memory_of_steps(name))
+            gc.collect()
+        return found
+
+    def memory_of_steps(name):
         memory = torch.accelerator.memory_allocated
         policy = MixedPrecisionPolicy(param_dtype, torch.float32)
         before = memory()
@@ -193,6 +200,11 @@ def test_memory_between_steps_is_that_of_the_formulas(name, param_dtype):
         return found[-2] - found[-1], found[-1] - states, states, padded, elements
 
     ranks = run_sim_ranks(check, 4, timeout=120)
+    for name, of_ranks in zip(names, zip(*ranks, strict=True), strict=True):
+        assert_formulas(name, param_dtype, of_ranks)
+
+
+def assert_formulas(name, param_dtype, ranks):
     for gradients, params, _, padded, _ in ranks:
         wanted_params, wanted_gradients = {
             "ddp": (padded, padded),
@@ -204,14 +216,14 @@ def test_memory_between_steps_is_that_of_the_formulas(name, param_dtype):
         }[name]
         master = {"ddp": 1, "hsdp": 0, "zero3": 0}.get(name, 1 / 4) * padded
         if param_dtype == torch.float32:
-            assert params == 4 * wanted_params  # of which the optimizer's are views
+            assert params == 4 * wanted_params, name  # of which the optimizer's are views
         elif name in ("zero3", "hsdp"):
-            assert params == 4 * wanted_params
+            assert params == 4 * wanted_params, name
         else:  # what forward uses, in its dtype, beside what the optimizer updates
-            assert params == 2 * wanted_params + 4 * master
-        assert gradients == 4 * wanted_gradients
+            assert params == 2 * wanted_params + 4 * master, name
+        assert gradients == 4 * wanted_gradients, name
     copies = {"ddp": 4, "hsdp": 2}.get(name, 1)
-    assert sum(states for _, _, states, _, _ in ranks) == 2 * 4 * copies * ranks[0][-1]
+    assert sum(states for _, _, states, _, _ in ranks) == 2 * 4 * copies * ranks[0][-1], name
 
 
 # Errors.

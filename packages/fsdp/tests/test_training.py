@@ -162,7 +162,7 @@ def test_hsdp_all_reduces_once_and_only_when_required():
 
 def test_hsdp_accumulates_sharded_gradients_as_fsdp2():
     _both(
-        4, {}, exact=False, shape=(2, 2), names=("replicate", "shard"), micro=3,
+        4, {}, exact=False, shape=(2, 2), names=("replicate", "shard"), micro=3, steps=2,
         prepare=lambda model, last: model.set_requires_all_reduce(last),
     )  # fmt: skip
 
