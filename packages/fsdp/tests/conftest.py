@@ -1,10 +1,13 @@
 """Fixtures of all tests of fsdp."""
 
+import os
+
 import pytest
 import torch
 
 from testkit import preload
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # of this process and of ranks, where transformers is imported
 preload(
     "fsdp.optim",
     "ragged_shard.patches",

@@ -3,8 +3,6 @@
 import functools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp import integrations
 from ragged_shard import RaggedShard
-from testkit import run_ranks
+from testkit import run_python, run_ranks
 
 SCRIPT = Path(__file__).with_name("trainer_runs.py")
 # Of the runs of ``trainer_runs.py``: one whose model accelerate shards, and one by transformers.
@@ -37,11 +35,10 @@ def results_of(tmp_path_factory):
     @functools.cache
     def results(names):
         folder = tmp_path_factory.mktemp("trainer")
-        command = [sys.executable, str(SCRIPT), str(folder), *names]
-        # What accelerate and transformers would otherwise take from the machine.
-        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        # Of the environment accelerate and transformers would otherwise take the machine's.
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
         # A hang ends in the time-out.
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=480)
+        done = run_python(str(SCRIPT), str(folder), *names, environment=env, timeout=480)
         assert done.returncode == 0, done.stderr[-5000:]
         return json.loads((folder / "runs.json").read_text())
 

@@ -155,10 +155,10 @@ def test_unused_parameters_are_reduced_when_ranks_use_different_ones():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_losses_of_compiled_blocks_are_close():  # the warning is dynamo's, with FSDP2 too
     def check():
-        model = shard(fsdp, stack())
+        model = shard(fsdp, stack(2))
         for block in list(model)[:-1]:
             block.compile(backend="aot_eager")
-        return losses(model), losses(shard(fsdp, stack()))
+        return losses(model), losses(shard(fsdp, stack(2)))
 
     for actual, wanted in run_ranks(check, 2, timeout=240):
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)

@@ -32,10 +32,12 @@ from testkit.models.matrix_net import (
 )
 
 GRANULARITIES = {"elements": Block(1), "rows": Rows(3), "whole": Whole()}
+# Shards that cut matrices anywhere, and none; those of rows are gathered as those of elements.
+ONE_OF_EACH = ["elements", "whole", pytest.param("rows", marks=pytest.mark.slow)]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", ONE_OF_EACH)
 @pytest.mark.parametrize(
     "ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
 )

@@ -20,7 +20,11 @@ from testkit.models.matrix_net import (
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("saved", "saved_as", "loaded", "loaded_as", "flat"),
-    [(2, Block(1), 4, Whole(), True), (4, Rows(3), 1, Block(1), False)],
+    [
+        (2, Block(1), 4, Whole(), True),
+        (2, Rows(3), 1, Block(1), False),
+        pytest.param(4, Rows(3), 1, Block(1), False, marks=pytest.mark.slow),
+    ],
 )
 def test_training_resumes_at_another_number_of_ranks(
     tmp_path, saved, saved_as, loaded, loaded_as, flat

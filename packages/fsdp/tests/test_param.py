@@ -108,6 +108,8 @@ CASES = {
     "activation checkpointing": lambda: Stack(Mlp(), Mlp(), Mlp(), checkpointed=True),
     "checkpointed and twice": lambda: Stack(Mlp(), Mlp(), orders=[(0, 1, 1)], checkpointed=True),
 }
+# Those that the test of resharding trains too, with the same options and others.
+AGAIN = ("nested", "module called twice", "checkpointed and twice")
 GRANULARITIES = {
     "by element": lambda param: None,
     "blocks": lambda param: Block(4),
@@ -135,7 +137,12 @@ def _train(model, average=False):
     return losses
 
 
-def _compare(case, options):
+def _compare(cases, options):
+    for case in cases:
+        _compare_one(case, options)
+
+
+def _compare_one(case, options):
     sharded, reference = _seeded(CASES[case]), _seeded(CASES[case])
     for block in sharded.blocks:
         fully_shard(block, **options)
@@ -151,20 +158,28 @@ def _compare(case, options):
         assert torch.equal(mine.full_tensor(), expected), name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=[pytest.mark.slow] * (one in AGAIN)) for one in CASES]
+)
 def test_training_equals_a_replicated_model(case):
-    run_ranks(_compare, 2, case, {})
+    run_ranks(_compare, 2, [case], {})
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize(
+    "granularity",
+    [
+        # None is the default, and rows are blocks.
+        pytest.param(one, marks=[pytest.mark.slow] * (one in ("by element", "rows")))
+        for one in GRANULARITIES
+    ],
+)
 def test_training_is_the_same_for_all_granularities(granularity):
-    run_ranks(_compare, 2, "tied", {"shard_placement_fn": GRANULARITIES[granularity]})
+    run_ranks(_compare, 2, ["tied"], {"shard_placement_fn": GRANULARITIES[granularity]})
 
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_training_is_the_same_with_and_without_resharding(reshard):
-    for case in ("nested", "module called twice", "checkpointed and twice"):
-        run_ranks(_compare, 2, case, {"reshard_after_forward": reshard})
+    run_ranks(_compare, 2, AGAIN, {"reshard_after_forward": reshard})
 
 
 def test_shards_consist_of_whole_blocks_of_the_granularity():

@@ -62,7 +62,7 @@ def accumulates_shards(model, last):
 def test_losses_have_the_bits_of_fsdp(names, param_dtype):
     def check():
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-        for how in ({"steps": 4}, {"micro": 2}):
+        for how in ({"steps": 3}, {"steps": 2, "micro": 2}):
             wanted = losses(shard(like=names[0], mp_policy=policy), **how)
             for name in names:
                 assert torch.equal(losses(shard(name, mp_policy=policy), **how), wanted), name
@@ -85,8 +85,8 @@ def test_gradients_of_microbatches_have_the_bits_of_fsdp_that_keeps_them_so(name
     """Unsharded and reduced in the last backward, or reduced over the shard axis in each."""
 
     def check():
-        wanted = losses(shard(like=name), micro=3, prepare=same)
-        assert torch.equal(losses(shard(name), micro=3, prepare=accumulates), wanted)
+        wanted = losses(shard(like=name), steps=2, micro=3, prepare=same)
+        assert torch.equal(losses(shard(name), steps=2, micro=3, prepare=accumulates), wanted)
 
     run_ranks(check, 4 if name in TWO_AXES else 2, timeout=120)
 
@@ -95,11 +95,14 @@ def test_gradients_of_microbatches_have_the_bits_of_fsdp_that_keeps_them_so(name
 
 
 @pytest.mark.parametrize("micro", [2, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [*ONE_AXIS, *TWO_AXES])
-def test_a_step_sends_the_bytes_of_the_formulas(name, micro):
+def test_a_step_sends_the_bytes_of_the_formulas(micro):
     """Counted on 2 x 2 ranks; the root's parameters stay between forward and backward."""
+    names = (*ONE_AXIS, *TWO_AXES)
 
     def check():
+        return [sent_by_a_step(name) for name in names]
+
+    def sent_by_a_step(name):
         model = shard(name, strategy="native")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):  # the first one compares plans, too
@@ -116,7 +119,10 @@ def test_a_step_sends_the_bytes_of_the_formulas(name, micro):
                    for one in log.calls)  # fmt: skip
         return sent, root, total, log.counts()
 
-    for sent, root, total, counts in run_ranks(check, 4, timeout=120):
+    ranks = run_ranks(check, 4, timeout=120)
+    for name, (sent, root, total, counts) in [
+        pair for found in ranks for pair in zip(names, found, strict=True)
+    ]:
         four, two = total * 3 // 4, total // 2  # of a collective over 4 ranks, and over 2
         of_shards = total // 2 // 2  # over 2 replicas
         gathers, reductions, expected = {
@@ -129,11 +135,11 @@ def test_a_step_sends_the_bytes_of_the_formulas(name, micro):
                 7 * micro + 4, 4 * micro + 4, micro * (3 * two - root // 2) + 2 * of_shards,
             ),
         }[name]  # fmt: skip
-        assert sent == expected
+        assert sent == expected, name
         wanted = {"all_gather": gathers, "reduce_scatter": reductions}
         if name == "hsdp":
             wanted["all_reduce"] = 4
-        assert counts == wanted
+        assert counts == wanted, name
 
 
 def test_microbatches_need_no_more_than_set_requires_gradient_sync():
@@ -160,11 +166,18 @@ def test_microbatches_need_no_more_than_set_requires_gradient_sync():
 @pytest.mark.parametrize(
     "param_dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", [*ONE_AXIS, *TWO_AXES])
-def test_memory_between_steps_is_that_of_the_formulas(name, param_dtype):
+def test_memory_between_steps_is_that_of_the_formulas(param_dtype):
     """To the byte, on 2 x 2 simulated devices, with the padding of the layouts."""
+    names = (*ONE_AXIS, *TWO_AXES)
 
     def check():
+        found = []
+        for name in names:
+            found.append(memory_of_steps(name))
+            gc.collect()
+        return found
+
+    def memory_of_steps(name):
         memory = torch.accelerator.memory_allocated
         policy = MixedPrecisionPolicy(param_dtype, torch.float32)
         before = memory()
@@ -187,6 +200,11 @@ def test_memory_between_steps_is_that_of_the_formulas(name, param_dtype):
         return found[-2] - found[-1], found[-1] - states, states, padded, elements
 
     ranks = run_sim_ranks(check, 4, timeout=120)
+    for name, of_ranks in zip(names, zip(*ranks, strict=True), strict=True):
+        assert_formulas(name, param_dtype, of_ranks)
+
+
+def assert_formulas(name, param_dtype, ranks):
     for gradients, params, _, padded, _ in ranks:
         wanted_params, wanted_gradients = {
             "ddp": (padded, padded),
@@ -198,14 +216,14 @@ def test_memory_between_steps_is_that_of_the_formulas(name, param_dtype):
         }[name]
         master = {"ddp": 1, "hsdp": 0, "zero3": 0}.get(name, 1 / 4) * padded
         if param_dtype == torch.float32:
-            assert params == 4 * wanted_params  # of which the optimizer's are views
+            assert params == 4 * wanted_params, name  # of which the optimizer's are views
         elif name in ("zero3", "hsdp"):
-            assert params == 4 * wanted_params
+            assert params == 4 * wanted_params, name
         else:  # what forward uses, in its dtype, beside what the optimizer updates
-            assert params == 2 * wanted_params + 4 * master
-        assert gradients == 4 * wanted_gradients
+            assert params == 2 * wanted_params + 4 * master, name
+        assert gradients == 4 * wanted_gradients, name
     copies = {"ddp": 4, "hsdp": 2}.get(name, 1)
-    assert sum(states for _, _, states, _, _ in ranks) == 2 * 4 * copies * ranks[0][-1]
+    assert sum(states for _, _, states, _, _ in ranks) == 2 * 4 * copies * ranks[0][-1], name
 
 
 # Errors.

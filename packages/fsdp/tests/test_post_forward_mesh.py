@@ -50,7 +50,7 @@ def test_set_reshard_after_forward_replaces_the_number(keeps):
     assert run_ranks(check, 4, timeout=120) == [{4}] * 4
 
 
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("keeps", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_memory_of_unsharded_parameters_stays_beside_the_post_forward_shards(keeps):
     """As in torch 2.15: both options are in effect, and addresses stay."""
 

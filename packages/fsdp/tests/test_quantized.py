@@ -225,7 +225,14 @@ WITH = {
 }
 
 
-@pytest.mark.parametrize("name", WITH)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # As by tiles: the granularity is a multiple of both.
+        pytest.param(one, marks=[pytest.mark.slow] * (one == "Adam8bit, Rows(16)"))
+        for one in WITH
+    ],
+)
 def test_adam8bit_and_muon_step_as_on_one_device(name):
     optimizer_of, placement, collectives = WITH[name]
     wanted = reference(optimizer_of=optimizer_of)

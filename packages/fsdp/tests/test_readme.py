@@ -4,13 +4,11 @@ import pytest
 
 from testkit.inspection.readme import examples, page_examples, run_examples
 
-IMPORTS = ["fsdp", "fsdp.optim", "fsdp.simulate"]
-
 
 def test_examples_of_the_readme_run(tmp_path):
-    run_examples(examples(__file__), tmp_path, IMPORTS)
+    run_examples(examples(__file__), tmp_path)
 
 
 @pytest.mark.slow
 def test_examples_of_the_pages_run(tmp_path):
-    run_examples(page_examples(__file__), tmp_path, IMPORTS)
+    run_examples(page_examples(__file__), tmp_path)

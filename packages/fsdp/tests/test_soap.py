@@ -56,7 +56,9 @@ def single_device():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize(
+    "granularity", ["elements", "whole", pytest.param("rows", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
 )

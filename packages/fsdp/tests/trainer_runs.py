@@ -7,6 +7,7 @@ logged, the placement of the parameters, and a fingerprint of what was saved.
 """
 
 import gc
+import importlib
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import DistributedType, PartialState
+from accelerate.utils import is_deepspeed_available
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import (
     AutoModelForCausalLM,
@@ -234,5 +236,8 @@ def start(rank):
 
 
 if __name__ == "__main__":
+    if is_deepspeed_available():  # which accelerate imports in every run
+        importlib.import_module("deepspeed")
+    gc.freeze()  # accelerate collects garbage around each run, on each rank
     processes = [start(rank) for rank in range(RANKS)]
     sys.exit(max(os.waitpid(process, 0)[1] for process in processes) != 0)

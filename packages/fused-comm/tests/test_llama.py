@@ -5,14 +5,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
 
 from fused_comm import GradReducer
-from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
+from testkit import models, run_ranks
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING),
-]
+pytestmark = pytest.mark.ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 STEPS = 5
@@ -29,8 +28,17 @@ def _loss(model, ids, targets):
     return -(torch.log_softmax(logits, -1) * targets).sum() / targets.shape[0] / targets.shape[1]
 
 
+def _attention(module, query, key, value, mask, **options):
+    """Of a rank's heads and samples; DTensor would search redistributions for each matmul."""
+    local = (x.to_local() for x in (query, key, value))
+    out = scaled_dot_product_attention(*local, is_causal=True, enable_gqa=True)
+    return DTensor.from_local(out.transpose(1, 2), query.device_mesh, [S0, Shard(2)]), None
+
+
 def _parallel(model, mesh):
     """Column and row parallel Linears on ``tp``, hidden states cut along the sequence between."""
+    AttentionInterface.register("local", _attention)
+    model.set_attn_implementation("local")
     columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     for name, module in model.named_modules():
         kind = name.rpartition(".")[2]

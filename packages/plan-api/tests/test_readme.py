@@ -11,7 +11,7 @@ EXAMPLES = [*examples(__file__), *page_examples(__file__)]
 
 
 def test_examples_run(tmp_path):
-    run_examples(EXAMPLES, tmp_path, ["plan_api"])
+    run_examples(EXAMPLES, tmp_path)
 
 
 def test_the_plan_of_fsdp_beside_experts_is_valid():

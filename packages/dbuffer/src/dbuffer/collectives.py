@@ -217,7 +217,8 @@ def collectives_for(
     Raises:
         ValueError: a strategy that does not exist, or that cannot work here.
     """
-    if isinstance(strategy, Collectives):
+    # A check of a protocol takes as long as a small collective's other Python.
+    if not isinstance(strategy, str) and isinstance(strategy, Collectives):
         return strategy
     if strategy not in ("auto", "native", "exchange"):
         raise ValueError(

@@ -9,24 +9,9 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from testkit.ranks.python_command import run_python
+from testkit.ranks import run_python
 
 __all__ = ["blocks", "examples", "page_examples", "run_examples"]
-
-# Imports take most of an example's time: they happen once, and each example has a fork.
-_SCRIPT = """
-import importlib, os, runpy, sys
-for name in filter(None, sys.argv[1].split(",")):
-    importlib.import_module(name)
-for path in sys.argv[2:]:
-    child = os.fork()
-    if child == 0:
-        runpy.run_path(path, run_name="__main__")
-        sys.exit()
-    _, status = os.waitpid(child, 0)
-    if status != 0:
-        sys.exit(1)
-"""
 
 
 def examples(test_file: str) -> list[str]:
@@ -78,15 +63,14 @@ def blocks(text: str, language: str) -> list[str]:
     return [textwrap.dedent(code) for _, word, code in found if word.strip() == language]
 
 
-def run_examples(codes: Sequence[str], folder: Path, imports: Sequence[str] = ()) -> None:
-    """Runs examples as scripts, one after another, each in a process of its own.
+def run_examples(codes: Sequence[str], folder: Path) -> None:
+    """Runs examples as scripts, one after another, each in a process of `run_python`.
 
-    The processes begin with torch, DTensor and dynamo imported.
+    What they print is printed.
 
     Args:
         codes: their sources.
         folder: in which they run; they are written there, as ``example1.py`` and so on.
-        imports: names of modules that are imported once, before the first example.
 
     Raises:
         CalledProcessError: an example failed; the test's output has the traceback, and those after
@@ -95,10 +79,9 @@ def run_examples(codes: Sequence[str], folder: Path, imports: Sequence[str] = ()
     paths = [folder / f"example{number}.py" for number in range(1, len(codes) + 1)]
     for path, code in zip(paths, codes, strict=True):
         path.write_text(code)
-    with contextlib.chdir(folder):
-        done = run_python(
-            "-c", _SCRIPT, ",".join(imports), *map(str, paths), preloaded=False, timeout=600.0
-        )
-    sys.stdout.write(done.stdout)
-    sys.stderr.write(done.stderr)
-    done.check_returncode()
+    for path in paths:
+        with contextlib.chdir(folder):
+            done = run_python(str(path), timeout=300)
+        print(done.stdout, end="")
+        print(done.stderr, end="", file=sys.stderr)
+        done.check_returncode()
