@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -92,8 +92,8 @@ class Trained:
     Attributes:
         losses: of each microbatch.
         norms: of the gradients of each step, before they were clipped.
-        sent: of each step, how often each collective was called, by its name and its bytes in and
-            out.
+        sent: of each step that was logged, how often each collective was called, by its name and
+            its bytes in and out.
         params: this rank's local tensors at the end, by name.
     """
 
@@ -116,6 +116,7 @@ def train_with_clipping(
     model: nn.Module,
     *,
     steps: int = 4,
+    logged: Collection[int] = (),
     microbatches: int = 1,
     microbatch: Callable[[Any, bool], AbstractContextManager[object]] = lambda *_: nullcontext(),
     optimizer: torch.optim.Optimizer | None = None,
@@ -126,6 +127,8 @@ def train_with_clipping(
     Args:
         model: its parameters are DTensors.
         steps: of the optimizer.
+        logged: numbers of the steps whose collectives are recorded; such a step takes four times
+            as long.
         microbatches: of each step.
         microbatch: returns the context of a microbatch, for the model and whether it is the last.
         optimizer: None: AdamW.
@@ -134,8 +137,8 @@ def train_with_clipping(
     torch.manual_seed(2)
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, norms, sent = [], [], []
-    for _ in range(steps):
-        with CommLog() as log:
+    for step in range(steps):
+        with CommLog() if step in logged else nullcontext() as log:
             for number in range(microbatches):
                 with microbatch(model, number == microbatches - 1):
                     loss = loss_of(model)
@@ -144,8 +147,9 @@ def train_with_clipping(
             norms.append(_scalar(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
             optimizer.step()
             optimizer.zero_grad()
-        calls = ((str(call.op), call.input_bytes, call.output_bytes) for call in log.calls)
-        sent.append(Counter(calls))
+        if log is not None:
+            calls = ((str(call.op), call.input_bytes, call.output_bytes) for call in log.calls)
+            sent.append(Counter(calls))
     local: dict[str, Any] = {name: param.detach() for name, param in model.named_parameters()}
     return Trained(losses, norms, sent, {name: one.to_local() for name, one in local.items()})
 
