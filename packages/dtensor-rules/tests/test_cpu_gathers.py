@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import dtensor_rules
-from testkit import run_ranks
+from testkit import run_python, run_ranks
 
 SCRIPT = Path(__file__).with_name("gathers_in_flight.py")
 
@@ -28,6 +28,7 @@ def test_many_at_once_leave_the_heap_whole():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("whose", "collective"),
     [
@@ -41,9 +42,7 @@ def test_the_collective_is(whose, collective):
 
     That torch's breaks the heap, `gathers_in_flight.py torch` shows, but not on a busy machine.
     """
-    done = subprocess.run(
-        [sys.executable, SCRIPT, whose, "--once"], capture_output=True, text=True, timeout=300
-    )
+    done = run_python(str(SCRIPT), whose, "--once")
     assert [name for name in done.stdout.split() if "gather" in name] == [collective], done
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 from contextlib import nullcontext
+from functools import partial
 
 import hypothesis.strategies as draw
 import pytest
@@ -300,9 +301,9 @@ def full_tensor_and_gradient():
     counts = []
     distribute_tensor(whole, mesh, [S1, S0]).full_tensor()  # torch remembers its own transforms
     with dtensor_rules.enabled():
-        for mode in (nullcontext(), nullcontext(), FlopCounterMode(display=False), DebugMode()):
+        for mode in (nullcontext, nullcontext, partial(FlopCounterMode, display=False), DebugMode):
             x = distribute_tensor(whole, mesh, [S1, S0]).requires_grad_()
-            on_one_rank = mode if mesh.get_rank() == 1 else nullcontext()
+            on_one_rank = mode() if mesh.get_rank() == 1 else nullcontext()
             with CommLog() as log, on_one_rank:
                 full = x.full_tensor()
                 (full * whole).sum().backward()

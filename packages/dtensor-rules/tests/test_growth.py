@@ -71,14 +71,15 @@ def test_the_cache_is_bounded_whatever_the_scalars_and_shapes_are(mesh):
         dtensor_rules.set_cache_capacity(info.capacity)
 
 
-def test_eight_threads_at_one_small_cache(mesh):
+@pytest.mark.parametrize("steps", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_eight_threads_at_one_small_cache(mesh, steps):
     info = dtensor_rules.cache_info()
     dtensor_rules.set_cache_capacity(16)
     wrong = []
 
     def work(seed):
         try:
-            for step in range(200):
+            for step in range(steps):
                 rows = 1 + (seed + step) % 40
                 x = placed(mesh, Shard(0), rows, 4)
                 result = (x * 3 + x).t()

@@ -81,7 +81,7 @@ def compare_on_ranks():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_pair_of_placements_with_gradients(world_size):
     for counted in run_ranks(compare_on_ranks, world_size, timeout=120):
         for method in NAMES:

@@ -1,10 +1,11 @@
 """The package as a whole: its version, and what importing it loads."""
 
 import importlib.metadata
-import subprocess
-import sys
+
+import pytest
 
 import dtensor_rules
+from testkit import run_python
 from testkit.inspection.imports import PACKAGES, loaded_by
 
 NOT_LOADED = PACKAGES - {"dtensor_rules"} | {"torch"}
@@ -22,6 +23,7 @@ def test_asking_where_the_header_is_loads_neither_torch_nor_another_of_our_packa
     assert not loaded_by("import dtensor_rules; dtensor_rules.get_include()") & NOT_LOADED
 
 
+@pytest.mark.ranks
 def test_on_another_torch_that_is_said_before_the_extension_module_is_loaded():
     code = """
 import sys, types
@@ -35,4 +37,5 @@ else:
     raise AssertionError("nothing was said")
 assert "dtensor_rules._core" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr

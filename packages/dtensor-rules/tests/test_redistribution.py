@@ -185,6 +185,8 @@ def test_the_real_all_to_all(source, target, shape):
         compare(cuda, [((source,), (target,))], [shape], values=False, every_layout=True)
 
 
+# The tests of values on ranks compare these too; what is left is what no rank is needed for.
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_strides_and_collectives_on_one_axis(world_size):
     ran = [
@@ -194,6 +196,7 @@ def test_strides_and_collectives_on_one_axis(world_size):
     assert min(ran) > 200
 
 
+@pytest.mark.slow
 def test_strides_and_collectives_on_two_axes():
     ran = [compare(mesh, TWO_AXES, [(5, 3)], values=False) for _, mesh in each_rank((2, 2))]
     assert min(ran) > 300
@@ -253,7 +256,7 @@ def compare_on_one_axis(shapes, dtype):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_values_on_one_axis(world_size):
     assert min(run_ranks(compare_on_one_axis, world_size, SHAPES, torch.float32, timeout=300)) > 200
 
@@ -282,7 +285,7 @@ def test_values_of_tensors_that_are_joined_and_cut_another_way_for_their_size():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shape", [(8, 4), (5, 7)], ids=str)
+@pytest.mark.parametrize("shape", [pytest.param((8, 4), marks=pytest.mark.slow), (5, 7)], ids=str)
 def test_values_on_two_axes(shape):
     assert min(run_ranks(compare_on_two_axes, 4, shape, timeout=300)) > 300
 
@@ -352,7 +355,7 @@ def compare_orders(shape):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shape", [(8, 4), (5, 7)], ids=str)
+@pytest.mark.parametrize("shape", [pytest.param((8, 4), marks=pytest.mark.slow), (5, 7)], ids=str)
 def test_shard_orders_and_strided_shards(shape):
     for left in run_ranks(compare_orders, 4, shape, timeout=120):
         into_sum = {("default order", "sum"), ("dim 0 and 1", "sum")}

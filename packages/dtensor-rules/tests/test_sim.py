@@ -81,7 +81,13 @@ def trained(sharded, device):
     return found
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["tensor parallel", "with FSDP2"])
+@pytest.mark.parametrize(
+    "sharded",
+    [
+        pytest.param(False, id="tensor parallel"),
+        pytest.param(True, id="with FSDP2", marks=pytest.mark.slow),
+    ],
+)
 def test_training(sharded):
     assert_same(functools.partial(trained, sharded), 4 if sharded else 2)
 
@@ -105,6 +111,6 @@ def redistributed(device):
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_redistribution_of_uneven_shards(world_size):
     assert_same(redistributed, world_size)
