@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from testkit import RankError, fake_mesh, run_ranks
+from testkit import RankError, fake_mesh, run_ranks, start_python
 from testkit.ranks import forkserver, run
 
 pytestmark = pytest.mark.ranks
@@ -443,19 +443,18 @@ def test_ranks_die_with_their_parent(tmp_path):
     script = "import os, testkit\nprint(testkit.run_ranks(os.getpid, 1)[0], flush=True)\n"
     ends = ("pass", "import signal; os.kill(os.getpid(), signal.SIGKILL)")
     parents = [
-        subprocess.Popen(
-            [sys.executable, "-c", script + end],
-            env=os.environ | {"TMPDIR": str(tmp_path)},  # a killed parent leaves its folder behind
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+        start_python(
+            "-c",
+            script + end,
+            environment=os.environ | {"TMPDIR": str(tmp_path)},  # where a killed one leaves files
         )
         for end in ends
     ]
     for parent in parents:
-        output, errors = parent.communicate(timeout=60)
-        assert errors == b""
+        done = parent.wait(timeout=60)
+        assert done.stderr == ""
         deadline = time.monotonic() + 10
-        while alive(int(output)):
+        while alive(int(done.stdout)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
