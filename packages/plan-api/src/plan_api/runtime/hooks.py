@@ -38,11 +38,11 @@ class SiteCoverage:
         run, and compile each graph again in the second step.
         """
 
-        @torch.compiler.assume_constant_result
         def record() -> None:
             self.record(site)
 
-        return record
+        traced: Callable[[], None] = torch.compiler.assume_constant_result(record)
+        return traced
 
     @property
     def unused_sites(self) -> list[Site]:
