@@ -1,15 +1,12 @@
 """Canaries for the shims of _compat.py: each fails when its shim can go."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.torch_version import TorchVersion
 
 from plan_api._compat import is_uneven_view_error
-from testkit import fake_mesh
+from testkit import fake_mesh, run_python
 
 # Images whose gradient nobody asks for, on two axes.
 CONVOLUTION = """
@@ -39,9 +36,7 @@ with fake_mesh((2, 2)) as mesh:
 @pytest.mark.filterwarnings("default")
 def test_torch_cannot_shard_the_gradients_of_a_convolution_on_two_axes():
     # In a process of its own: what is taken off torch's registry stays off.
-    result = subprocess.run(
-        [sys.executable, "-c", CONVOLUTION], capture_output=True, text=True, timeout=120
-    )
+    result = run_python("-c", CONVOLUTION)
     assert result.returncode == 0, result.stderr
     if TorchVersion(torch.__version__) < "2.14":
         assert result.stdout == "native\n"

@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import re
-import subprocess
 import sys
 import time
 from bdb import BdbQuit
@@ -18,7 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import plan_api
-from testkit import run_ranks
+from testkit import run_ranks, start_python
 
 TIMEOUT = 1.0  # seconds, of the group and of its store
 DELAY = 2.5  # seconds, before the first command
@@ -235,11 +234,9 @@ def test_a_process_without_input_uses_its_terminal():
         "plan_api.breakpoint()\n"
         "value += 1\n"
     )
-    started = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, start_new_session=True
-    )
+    started = start_python("-c", code)  # without input, in a session of its own
     os.write(master, b"!value += 100\np 'it is', value\nc\n")
-    assert started.wait(timeout=120) == 0
+    assert started.wait(timeout=120).returncode == 0
     os.set_blocking(master, False)
     assert "('it is', 141)" in os.read(master, 10_000).decode()
     os.close(master)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from plan_api import Phase, parallelize, zoo
+from plan_api import Phase, installed, parallelize, zoo
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
 
 pytestmark = [
@@ -231,7 +231,9 @@ def test_compiled_blocks_equal_eager_blocks(backend, within, shape, data_paralle
                 for layer in model.model.layers:
                     layer.compile(backend=backend)
             optimizer = torch.optim.AdamW(model.parameters())
-            ends.append((_train(model, optimizer, 3, seed=3), _local_params(model)))
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                ends.append((_train(model, optimizer, 3, seed=3), _local_params(model)))
+            assert installed(model).coverage.unused_sites == []
         (losses, parts), (its_losses, its_parts) = ends
         # A shard of fully_shard may be empty.
         unlike = [(parts[name] - its_parts[name]).abs() for name in parts if parts[name].numel()]

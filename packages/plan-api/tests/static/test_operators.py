@@ -99,7 +99,9 @@ SHARDINGS = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("classes", [8, 7], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    "classes", [pytest.param(8, id="even", marks=pytest.mark.slow), pytest.param(7, id="uneven")]
+)
 def test_cross_entropy_has_the_bits_of_dtensor_and_the_values_of_one_device(classes):
     """With ignored rows on one rank only, class weights, label smoothing, and all reductions."""
 

@@ -132,7 +132,13 @@ def test_static_mode_trains_bit_for_bit_as_eager(shape, names):
             assert unused == [], case
 
 
-@pytest.mark.parametrize("rules", [True, False], ids=["dtensor-rules", "torch alone"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        pytest.param(True, id="dtensor-rules"),
+        pytest.param(False, id="torch alone", marks=pytest.mark.slow),
+    ],
+)
 def test_no_operator_takes_a_dtensor_in_a_static_step(rules):
     """In forward, backward, optimizer and zero_grad of three steps; in Eager hundreds do."""
     names = ["llama", "mixtral, experts divided along tp"]

@@ -31,6 +31,19 @@ class SiteCoverage:
         """Records that a site has run."""
         self._unused.pop((site.path, site.hook_point), None)
 
+    def first_run(self, site: Site) -> Callable[[], None]:
+        """Returns what a site's hook calls to record it.
+
+        torch.compile calls it while it traces, as it would otherwise guard on whether the hook has
+        run, and compile each graph again in the second step.
+        """
+
+        def record() -> None:
+            self.record(site)
+
+        traced: Callable[[], None] = torch.compiler.assume_constant_result(record)
+        return traced
+
     @property
     def unused_sites(self) -> list[Site]:
         """The sites that have not run."""
@@ -96,13 +109,15 @@ def replace_argument(
 def _pre_hook(
     site: Site, arguments: Sequence[_Argument], coverage: SiteCoverage
 ) -> Callable[..., Any]:
-    seen = False
+    seen, record = False, coverage.first_run(site)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal seen
-        if not seen:
+        if torch.compiler.is_compiling():
+            record()
+        elif not seen:
             seen = True
-            coverage.record(site)
+            record()
         changed = False
         for position, name, transform in arguments:
             if position < len(args):
@@ -133,13 +148,15 @@ def _pre_hook(
 def _post_hook(
     site: Site, transforms: Sequence[tuple[int | str, TensorTransform]], coverage: SiteCoverage
 ) -> Callable[..., Any]:
-    seen = False
+    seen, record = False, coverage.first_run(site)
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         nonlocal seen
-        if not seen:
+        if torch.compiler.is_compiling():
+            record()
+        elif not seen:
             seen = True
-            coverage.record(site)
+            record()
         changed = output
         for index, transform in transforms:
             if type(changed) is DTensor and changed._spec is transform.settled and index == 0:
