@@ -92,17 +92,18 @@ def synchronise(env: Path) -> list[str]:
     folders = [project.folder for project in changed]
     if renewed:
         install(env, "--no-compile", *groups("build"))  # a build without isolation needs them
-        with ThreadPoolExecutor(max_workers=1) as pool:
+        with ThreadPoolExecutor(max_workers=3) as pool:  # a compiler may take 1 GB
             # Beside the compilers, which have no use for them.
             tools = pool.submit(install, env, "--no-compile", *groups("dev"))
             if created:  # by way of sdists, whose wheels `nox -s wheels` tries afterwards
                 published = {project.name for project in packages()}
-                folders = [
-                    unchanged_wheel(project, env / "bin/python")
-                    if project.name in published
-                    else project.folder
-                    for project in changed
-                ]
+
+                def made(project: Project) -> Path:
+                    if project.name in published:
+                        return unchanged_wheel(project, env / "bin/python")
+                    return project.folder
+
+                folders = list(pool.map(made, changed))
             tools.result()
         install(env, "--no-compile", *folders)
         compile_all(env)

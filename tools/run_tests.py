@@ -1,9 +1,10 @@
 """Runs tests: ``python -m tools.run_tests [--slow] [PROJECT ...] [PYTEST'S ARGUMENTS]``.
 
-Of one project, as many files at a time as there are cores. Of several, or of all, as many projects
-at a time: each imports torch and starts ranks once, and no core waits for a project's last file. A
-project's output is printed when it ends; ``.nox/test-results/PROJECT.xml`` is its JUnit file. With
-``--slow`` the tests marked slow run instead of the others, and the file is ``slow-PROJECT.xml``.
+Of one project, as many files at a time as there are cores, and one more, as some tests wait. Of
+several, or of all, as many projects at a time: each imports torch and starts ranks once, and no
+core waits for a project's last file. A project's output is printed when it ends; its JUnit file is
+``.nox/test-results/PROJECT.xml``. With ``--slow`` the tests marked slow run instead of the others,
+and the file is ``slow-PROJECT.xml``.
 """
 
 import argparse
@@ -90,7 +91,7 @@ def main(words: Sequence[str], *, slow: bool = False) -> int:
     if unknown := [name for name in names if name not in PROJECTS]:
         print(f"run_tests: expected projects of {[*PROJECTS]}, got {unknown}", file=sys.stderr)
         return 2
-    at_a_time = min(len(os.sched_getaffinity(0)), MOST_AT_A_TIME)
+    at_a_time = min(len(os.sched_getaffinity(0)) + 1, MOST_AT_A_TIME)
     if len(names) == 1:
         files = ("-n", str(at_a_time), "--dist=loadfile")
         return run(names[0], [*files, *arguments], slow=slow, captured=False).status

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from plan_api import Plan, parallelize, uninstall
 from plan_api.patches import install_patches
-from testkit import fake_mesh, run_ranks
+from testkit import TORCH_RELEASE, fake_mesh, run_ranks
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 
@@ -466,13 +466,14 @@ def test_any_other_function_runs_on_a_dtensor():
 
 
 IN_PLACE = {
-    "a method": ("cumsum_", lambda x: x.cumsum_(1)),
     "a random method": ("normal_", lambda x: x.normal_(2, 3)),
     "a function of torch": ("dropout_", lambda x: torch.dropout_(x, 0.5, True)),
     "inplace=True, by position": ("alpha_dropout", lambda x: F.alpha_dropout(x, 0.5, True, True)),
     "out=": ("cumsum", lambda x: torch.cumsum(x, 1, out=x)),
     "out= of several results": ("sort", lambda x: torch.sort(x, 1, out=_pair_with(x))[0]),
 }
+if TORCH_RELEASE >= (2, 12):  # 2.11's DTensor has no flip, which the backward of cumsum calls
+    IN_PLACE["a method"] = ("cumsum_", lambda x: x.cumsum_(1))
 
 
 def _pair_with(values):

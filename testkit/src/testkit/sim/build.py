@@ -25,7 +25,7 @@ SOURCES = Path(__file__).parent / "cpp"
 
 
 def compile_extension() -> None:
-    """Compiles it if no process has, in about a minute; this process does not load the device.
+    """Compiles it if no process has, in half a minute; this process does not load the device.
 
     Raises:
         subprocess.CalledProcessError: the compiler fails; its output is on stderr.
@@ -68,12 +68,21 @@ def _compile(folder: Path, name: str) -> ModuleType:
     with _ninja_of_this_environment():
         module: ModuleType = cpp_extension.load(
             name=name,
-            sources=[str(file) for file in sorted(SOURCES.glob("*.cpp"))],
+            sources=[str(_one_source(folder))],
             extra_cflags=["-O1", "-std=c++20"],
+            extra_include_paths=[str(SOURCES)],
             build_directory=str(folder),
         )
     _compiled(folder, name).touch()
     return module
+
+
+def _one_source(folder: Path) -> Path:
+    """Writes a file that includes all sources, in half of whose time torch's headers are parsed."""
+    whole = folder / "all.cpp"
+    names = (file.name for file in sorted(SOURCES.glob("*.cpp")))
+    whole.write_text("".join(f'#include "{name}"\n' for name in names))
+    return whole
 
 
 def _compiled(folder: Path, name: str) -> Path:

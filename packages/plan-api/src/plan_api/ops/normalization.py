@@ -212,12 +212,11 @@ class _LocalCall:
 
     @classmethod
     def of(cls, source: DTensor) -> _LocalCall | None:
-        """Makes it of the input; None if all ranks have all of it, or torch has to compute it."""
+        """Makes it of the input; None if torch has to compute it, as of placements of others."""
         placements: _Placements = tuple(
             Replicate() if placement.is_partial() else placement for placement in source.placements
         )
-        kinds = {type(placement) for placement in placements}
-        if Shard not in kinds or not kinds <= {Shard, Replicate}:
+        if not {type(placement) for placement in placements} <= {Shard, Replicate}:
             return None
         moved = source.redistribute(placements=placements)
         return cls(source, moved.to_local(grad_placements=placements), placements)

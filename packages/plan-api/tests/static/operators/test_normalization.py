@@ -19,8 +19,9 @@ class ConvNet(nn.Module):
     def __init__(self):
         super().__init__()
         # No bias, whose gradient would be rounding errors, as batch norm subtracts the mean.
-        self.first, self.batch_norm = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
-        self.second, self.group_norm = nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8)
+        # Strides are the kernels' sizes: torch 2.11's DTensor convolves in no other way.
+        self.first, self.batch_norm = nn.Conv2d(3, 8, 2, 2, bias=False), nn.BatchNorm2d(8)
+        self.second, self.group_norm = nn.Conv2d(8, 8, 3, 3), nn.GroupNorm(2, 8)
         self.head = nn.Linear(8, 5)
 
     def forward(self, x, labels):
