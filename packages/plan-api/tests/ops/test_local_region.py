@@ -170,8 +170,9 @@ def test_the_factory_of_the_innermost_module_applies(mesh):
     assert outside.placements == (R, R)
 
 
-def test_without_fsdp_the_error_names_it(mesh, model, monkeypatch):
-    # The environment of all packages has it.
+def test_without_fsdp_the_error_names_it(mesh, model, monkeypatch, tmp_path):
+    # The environment of all packages has it, and it is looked for once for each path.
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(fully_shard, "entry_points", lambda group: EntryPoints())
     with pytest.raises(ModuleNotFoundError, match="pip install fsdp"):
         lower(Plan(mesh).fully_shard(r"layers\.\d", "dp"), model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
@@ -45,13 +47,21 @@ def find_fully_shard(entry: FullyShard) -> Callable[..., Any]:
     Raises:
         ModuleNotFoundError: none is installed.
     """
+    found = _registered(tuple(sys.path))
+    if found is None:
+        raise ModuleNotFoundError(
+            f"{entry.description}: no package offers fully_shard (entry point {GROUP!r}): "
+            f"pip install fsdp; or place parameters by phases, shard(..., phase=Phase.RUN)"
+        )
+    return found
+
+
+@functools.cache  # of a search through the metadata of all installed packages
+def _registered(_path: tuple[str, ...]) -> Callable[..., Any] | None:
     for point in entry_points(group=GROUP):
         found: Callable[..., Any] = point.load()
         return found
-    raise ModuleNotFoundError(
-        f"{entry.description}: no package offers fully_shard (entry point {GROUP!r}): "
-        f"pip install fsdp; or place parameters by phases, shard(..., phase=Phase.RUN)"
-    )
+    return None
 
 
 def entry_for(name: str, entries: Mapping[str, FullyShard]) -> FullyShard | None:
