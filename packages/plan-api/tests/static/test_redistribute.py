@@ -12,7 +12,7 @@ from plan_api.lowering.ir import AxisMove, OpKind, SiteStep
 from plan_api.runtime.local_redistribute import local_redistribution
 from plan_api.runtime.local_shards import ShardSizes, chunk_length
 from plan_api.static.redistribute import StaticRedistribution
-from testkit import CommLog, fake_mesh, run_ranks
+from testkit import TORCH_RELEASE, CommLog, fake_mesh, run_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 AVG, MAX, MIN = Partial("avg"), Partial("max"), Partial("min")
@@ -72,7 +72,10 @@ def test_redistributions_have_the_bits_and_collectives_of_dtensor(size):
             found[whole, src, dst] = (
                 torch.equal(actual, native),
                 actual.shape == native.shape,
-                actual.numel() < 2 or actual.stride() == native.stride(),
+                # 2.11 gathers uneven shards of another dim than the first as a transposed view.
+                actual.numel() < 2
+                or actual.stride() == native.stride()
+                or (TORCH_RELEASE < (2, 12) and whole != EVEN),
                 # On gloo DTensor runs an all-gather in place of the all-to-all.
                 (isinstance(src, Shard) and isinstance(dst, Shard))
                 or [(one.op, one.wire_bytes) for one in actual_log.calls]
