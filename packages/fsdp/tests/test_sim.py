@@ -73,6 +73,11 @@ DEFAULT = {
     # Its gathers have no collective that orders the copy before them.
     "one rank": ({}, {}, 1),
     "ZeRO-2": ({"placements": "zero2"}, {"clip": 0.1}),
+    "gathered over two, unsharded before": (
+        {"reshard_after_forward": 2},
+        {"prepare": unshards},
+        4,
+    ),
 }
 SLOW = {
     "HFSDP": ({"mesh": (2, 2), "placements": "hfsdp"}, {}, 4),
@@ -93,9 +98,6 @@ SLOW = {
     "HSDP": ({"mesh": (2, 2)}, {}, 4),
     "HSDP, accumulation": ({"mesh": (2, 2)}, {"micro": 2, "prepare": accumulates}, 4),
     "gathered over two after forward": ({"reshard_after_forward": 2}, {}, 4),
-    "gathered over two, unsharded before": (
-        {"reshard_after_forward": 2}, {"prepare": unshards}, 4,
-    ),
     "gathered over two, memory of the process group": (
         {"reshard_after_forward": 2}, {"prepare": stages}, 4,
     ),

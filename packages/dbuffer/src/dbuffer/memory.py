@@ -92,8 +92,10 @@ class ResizableMemory:
             if self._released is not None:
                 stream.wait_event(self._released)
         else:
-            storage.resize_(self._nbytes)  # other memory, which this stream's allocator orders
-            self._stream = stream
+            storage.resize_(self._nbytes)
+            before, self._stream = self._stream, stream
+            if before is not None:  # which has waited for the release: what it read is written
+                stream.wait_stream(before)
         self.allocated = True
 
     def release(self, *, keep_storage: bool = False) -> None:
