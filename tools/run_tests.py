@@ -23,7 +23,6 @@ from pathlib import Path
 from tools.workspace import ROOT
 
 RESULTS = ROOT / ".nox" / "test-results"
-_NO_TESTS = 5  # pytest's exit status
 MOST_AT_A_TIME = 4  # of more nobody knows whether memory suffices
 # The folder of each project, those first whose tests take longest.
 PROJECTS = {
@@ -38,6 +37,8 @@ PROJECTS = {
     "testkit": Path("testkit"),
     "dbuffer": Path("packages/dbuffer"),
 }
+
+_NO_TESTS = 5  # pytest's exit status
 
 
 @dataclass(frozen=True)

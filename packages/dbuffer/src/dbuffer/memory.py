@@ -94,7 +94,9 @@ class ResizableMemory:
         else:
             storage.resize_(self._nbytes)
             before, self._stream = self._stream, stream
-            if before is not None:  # which has waited for the release: what it read is written
+            # That stream has waited for the release. What was copied out before the release is thus
+            # complete for this one, too, as fsdp's gather over fewer ranks relies on.
+            if before is not None:
                 stream.wait_stream(before)
         self.allocated = True
 

@@ -212,7 +212,7 @@ class _LocalCall:
 
     @classmethod
     def of(cls, source: DTensor) -> _LocalCall | None:
-        """Makes it of the input; None if torch has to compute it, as of placements of others."""
+        """Makes it of the input; None for other placements than torch's, which torch computes."""
         placements: _Placements = tuple(
             Replicate() if placement.is_partial() else placement for placement in source.placements
         )
