@@ -48,18 +48,20 @@ def tests(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """The slow tier: tests marked slow, then the oldest and the newest torch (`compat`).
 
-    docs/support/nightly.md records what they came to. Arguments are those of `tests`, and nothing
-    is recorded then.
+    docs/support/nightly.md records what they came to. Arguments are those of `tests`: of projects
+    that are named the slow tests alone run and are recorded, with options of pytest nothing is.
     """
     python = dev_env(session)
     command = (python, "-m", "tools.run_tests", "--slow", *session.posargs)
-    if session.posargs:
+    if any(word.startswith("-") for word in session.posargs):
         session.run(*command)
         return
     session.run(*command, success_codes=(0, 1))  # failed tests are recorded too
-    for torch in (OTHER_TORCHES[0], OTHER_TORCHES[-1]):
+    for torch in () if session.posargs else (OTHER_TORCHES[0], OTHER_TORCHES[-1]):
         session.notify(f"compat({torch})")
-    session.run(python, "-m", "tools.nightly_record")
+    reports = [RESULTS / f"slow-{name}.xml" for name in session.posargs or PROJECTS]
+    ran = [str(report) for report in reports if report.is_file()]
+    session.run(python, "-m", "tools.nightly_record", *ran)
 
 
 @nox.session

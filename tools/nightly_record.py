@@ -1,9 +1,9 @@
-"""Records what a run of the slow tier came to: ``python -m tools.nightly_record [REPORT ...]``.
+"""Records what a run of the slow tier came to: ``python -m tools.nightly_record REPORT ...``.
 
-A REPORT is a JUnit file of pytest's: of the tests marked slow, by default all that
-``tools.run_tests --slow`` has left, or of a package's tests with another torch, ``--package NAME``.
-In docs/support, nightly.json has the results, nightly.md the tables
-made of them. Exits 1 where no test ran or one failed; the record says so then.
+A REPORT is a JUnit file of pytest's: ``slow-PROJECT.xml`` of a project's tests marked slow, as
+``tools.run_tests --slow`` leaves it, or of a package's tests with another torch, ``--package
+NAME``. In docs/support, nightly.json has the results, nightly.md the tables made of them. Exits 1
+where no test ran or one failed; the record says so then.
 """
 
 import argparse
@@ -19,7 +19,6 @@ from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 
-from tools.run_tests import RESULTS
 from tools.test_counts import Counts
 from tools.workspace import ROOT
 
@@ -57,11 +56,11 @@ class Record:
     """The last results.
 
     Attributes:
-        slow: of the tests marked slow, by module.
+        slow: of the tests marked slow, by project and by module.
         others: of all tests of a package, by package and by minor version of torch.
     """
 
-    slow: dict[str, Result]
+    slow: dict[str, dict[str, Result]]
     others: dict[str, dict[str, Result]]
 
 
@@ -109,31 +108,35 @@ def read(path: Path) -> Record:
 
     data = json.loads(path.read_text())
     return Record(
-        {name: result(fields) for name, fields in data["slow"].items()},
-        {
-            package: {torch: result(fields) for torch, fields in of_one.items()}
-            for package, of_one in data["others"].items()
-        },
+        *(
+            {
+                name: {key: result(fields) for key, fields in of_one.items()}
+                for name, of_one in data[part].items()
+            }
+            for part in ("slow", "others")
+        )
     )
 
 
-def total(results: dict[str, Result]) -> Counts:
+def total(results: Iterable[Result]) -> Counts:
     """The counts of all of them."""
-    return sum((result.counts for result in results.values()), Counts())
+    return sum((result.counts for result in results), Counts())
 
 
 def page(record: Record) -> str:
     """The record, as Markdown."""
     lines = ["# The last run of the slow tier", ""]
     lines += ["Written by `nox -s nightly`, from `docs/support/nightly.json`.", ""]
-    if record.slow:
-        where = next(iter(record.slow.values())).where
+    modules = [pair for _, of_one in sorted(record.slow.items()) for pair in sorted(of_one.items())]
+    if modules:
         lines += ["## Tests marked slow", ""]
-        lines += [f"`nox -s nightly`, {where}: {total(record.slow)}.", ""]
-        lines += ["| tests | outcome | took |", "|---|---|---:|"]
+        lines += [f"`nox -s nightly`: {total(result for _, result in modules)}.", ""]
+    for where in sorted({result.where for _, result in modules}):
+        lines += [f"On {where}:", "", "| tests | outcome | took |", "|---|---|---:|"]
         lines += [
             f"| `{name}` | {result.counts} | {result.seconds:.0f} s |"
-            for name, result in sorted(record.slow.items())
+            for name, result in modules
+            if result.where == where
         ]
         lines.append("")
     if record.others:
@@ -158,15 +161,19 @@ def main(reports: Iterable[Path], package: str | None = None, pages: Path = PAGE
     """Adds the results of reports to the record; the exit status.
 
     Args:
-        reports: JUnit files.
+        reports: JUnit files; the results replace those of the same projects.
         package: whose tests these are, with another torch; None for the tests marked slow.
         pages: the folder of nightly.json and nightly.md.
     """
-    results = read_reports(reports)
+    by_report = {report: read_reports([report]) for report in reports}
+    results = {name: one for found in by_report.values() for name, one in found.items()}
     record = read(pages / "nightly.json")
-    counts = total(results)
+    counts = total(results.values())
     if package is None:
-        record = Record(results, record.others)
+        by_project = {
+            report.stem.removeprefix("slow-"): found for report, found in by_report.items()
+        }
+        record = Record({**record.slow, **by_project}, record.others)
     elif results:
         one = next(iter(results.values()))
         seconds = sum(result.seconds for result in results.values())
@@ -182,7 +189,7 @@ def main(reports: Iterable[Path], package: str | None = None, pages: Path = PAGE
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("reports", type=Path, nargs="*", metavar="REPORT")
+    parser.add_argument("reports", type=Path, nargs="+", metavar="REPORT")
     parser.add_argument("--package")
     arguments = parser.parse_args()
-    sys.exit(main(arguments.reports or RESULTS.glob("slow-*.xml"), arguments.package))
+    sys.exit(main(arguments.reports, arguments.package))

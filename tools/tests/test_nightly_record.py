@@ -36,7 +36,28 @@ def test_the_record_has_a_row_per_file_and_what_it_ran_on(report, tmp_path):
 def test_the_reports_of_projects_are_one_record(report, tmp_path):
     reports = [report("passed"), report("failed", file="slow-b.xml")]
     assert main(reports, pages=tmp_path) == 1
-    assert list(read(tmp_path / "nightly.json").slow) == ["a.test_x", "a.test_y"]
+    slow = read(tmp_path / "nightly.json").slow
+    assert {name: list(of_one) for name, of_one in slow.items()} == {
+        "a": ["a.test_x"],
+        "b": ["a.test_y"],
+    }
+
+
+def test_a_project_that_did_not_run_keeps_its_results_and_their_commit(
+    report, tmp_path, monkeypatch
+):
+    for commit, names, file in (("1a", ("also", "failed"), "slow-a.xml"), ("2b", (), "slow-b.xml")):
+        monkeypatch.setattr("tools.nightly_record._commit", lambda commit=commit: commit)
+        main([report("passed", *names, file=file)], pages=tmp_path)
+    of_a, of_b = read(tmp_path / "nightly.json").slow.values()
+    assert [of_a["a.test_x"].commit, of_b["a.test_x"].commit] == ["1a", "2b"]
+    monkeypatch.setattr("tools.nightly_record._commit", lambda: "3c")
+    main([report("passed")], pages=tmp_path)
+    of_a, of_b = read(tmp_path / "nightly.json").slow.values()
+    assert {name: one.commit for name, one in of_a.items()} == {"a.test_x": "3c"}
+    assert of_b["a.test_x"].commit == "2b"
+    text = (tmp_path / "nightly.md").read_text()
+    assert text.index("at 2b") < text.index("| `a.test_x`") < text.index("at 3c")
 
 
 def test_packages_with_another_torch_have_a_row_and_a_column_each(report, tmp_path, monkeypatch):
@@ -56,7 +77,7 @@ def test_a_later_run_replaces_its_own_results_only(report, tmp_path):
     main([report("skipped")], pages=tmp_path)
     main([report("passed")], pages=tmp_path)
     record = read(tmp_path / "nightly.json")
-    assert list(record.slow) == ["a.test_x"]
+    assert record.slow["a"].keys() == {"a.test_x"}
     [[result]] = [list(of_one.values()) for of_one in record.others.values()]
     assert result.counts.failed == 1
     assert (tmp_path / "nightly.md").read_text() == page(record)

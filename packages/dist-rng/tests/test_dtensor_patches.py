@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed.tensor._api as dtensor_api
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dist_rng
 from dist_rng.emulation.device import emulated_device
 from dist_rng.philox.geometry import Geometry
+from testkit import fake_mesh
 from testkit.inspection.call_forms import call_forms
 from testkit.inspection.torch_snapshot import changes_by, importing
 
@@ -138,6 +140,31 @@ def test_a_patched_function_accepts_the_calls_of_the_original(name: str) -> None
         torch.testing.assert_close(_result(replaced, call), value, rtol=0, atol=0)
     dist_rng.uninstall()
     assert getattr(owner, attribute) is original
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators")  # torch's, without dist-rng
+def test_uninstall_leaves_a_function_that_wraps_a_patch_which_then_does_what_torch_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As plan-api wraps attention: restoring torch's would remove the other package's patch."""
+    dist_rng.install()
+    patch = nn.init.sparse_
+
+    def of_another_package(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return patch(*args, **kwargs)
+
+    monkeypatch.setattr(nn.init, "sparse_", of_another_package)
+    with fake_mesh((2,)) as mesh:
+        matrix = distribute_tensor(torch.empty(6, 4), mesh, [Shard(0)], src_data_rank=None)
+        nn.init.sparse_(matrix, 0.5)
+        dist_rng.uninstall()
+        assert nn.init.sparse_ is of_another_package
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            nn.init.sparse_(matrix, 0.5)
+        dist_rng.install()
+        nn.init.sparse_(matrix, 0.5)
+    dist_rng.uninstall()
+    assert nn.init.sparse_ is of_another_package
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import dist_rng
 from plan_api import Plan, installed, parallelize
 from testkit import fake_mesh
 from testkit.inspection.torch_snapshot import changes_by, importing
@@ -62,6 +65,21 @@ def test_uninstall_leaves_later_registrations():
     )
     assert without
     assert restored == []
+
+
+def test_attention_stays_local_when_dist_rng_is_switched_off_and_on():
+    """It is wrapped above dist-rng's."""
+    dist_rng.install()
+    with fake_mesh((2,), ("tp",)) as mesh:
+        parallelize(TwoLinears(), Plan(mesh), use=("dist-rng",))
+        heads = [
+            distribute_tensor(torch.ones(2, 4, 3, 8), mesh, [Shard(1)], src_data_rank=None)
+            for _ in range(3)
+        ]
+        for switch in (dist_rng.uninstall, dist_rng.install):
+            switch()
+            with sdpa_kernel(SDPBackend.MATH):  # which fails on DTensors
+                F.scaled_dot_product_attention(*heads, is_causal=True)
 
 
 @pytest.mark.parametrize("mode", ["eager", "static"])

@@ -1,6 +1,6 @@
 """install() and uninstall(): the patches that make DTensors draw the numbers of one device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
@@ -81,7 +81,7 @@ def patched_operators() -> Iterator[None]:
 @contextmanager
 def patched_initializers() -> Iterator[None]:
     """Patches the functions for which handlers of operators are not enough, inside the context."""
-    with ExitStack() as undo:
+    with ExitStack() as patches:
         for owner, name, patch in (
             (dtensor_api, "_dtensor_init_helper", _init_helper),
             (nn.init, "orthogonal_", _global_then_slice),
@@ -89,17 +89,37 @@ def patched_initializers() -> Iterator[None]:
             (nn.init, "_no_grad_trunc_normal_", _agreed_rejection),
             (nn.functional, "scaled_dot_product_attention", _attention),
         ):
-            native = getattr(owner, name)
-            undo.callback(setattr, owner, name, native)
-            setattr(owner, name, patch(native))
+            patches.enter_context(_patched(owner, name, patch))
         yield
+
+
+@contextmanager
+def _patched(owner: Any, name: str, patch: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces a function inside the context.
+
+    Another package may have wrapped the replacement by the end of the context. Its function stays
+    in place then, and the replacement that it calls does what the native one does.
+    """
+    native = getattr(owner, name)
+    current = patch(native)
+
+    @wraps(native)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return current(*args, **kwargs)
+
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        current = native
+        if getattr(owner, name) is replacement:
+            setattr(owner, name, native)
 
 
 def _init_helper(native: Any) -> Any:
     """Patches ``torch.distributed.tensor.rand`` and ``randn``: allocates, then draws."""
     draws: dict[Any, Distribution] = {torch.rand: Uniform(), torch.randn: Normal()}
 
-    @wraps(native)
     def init_helper(init_op: Any, size: Any, *args: Any, **kwargs: Any) -> DTensor:
         if init_op not in draws:
             return native(init_op, size, *args, **kwargs)  # type: ignore[no-any-return]
@@ -113,7 +133,6 @@ def _init_helper(native: Any) -> Any:
 def _global_then_slice(native: Any) -> Any:
     """Patches an initializer of global matrices: every rank makes one and copies its part."""
 
-    @wraps(native)
     def initialize(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(tensor, DTensor):
             return native(tensor, *args, **kwargs)  # type: ignore[no-any-return]
@@ -134,7 +153,6 @@ def _agreed_rejection(native: Any) -> Any:
     patch it is reduced over all ranks.
     """
 
-    @wraps(native)
     def trunc_normal_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         table: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
         if not isinstance(tensor, DTensor):
@@ -160,7 +178,6 @@ def _attention(native: Any) -> Any:
 
     # The original also takes is_causal by position (nn.MultiheadAttention passes it so): pass the
     # arguments on unchanged, and read only two of them.
-    @wraps(native)
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
         query = args[0] if args else kwargs.get("query")
         dropout_p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
