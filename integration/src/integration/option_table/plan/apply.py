@@ -21,6 +21,7 @@ PACKAGES = ("dist-rng", "dtensor-rules", "fused-comm")
 
 _REPLICATED, _PARTIAL, _ROWS, _COLUMNS = Replicate(), Partial(), Shard(0), Shard(1)
 _MATRICES = r"(?!routed).*\.weight"
+_ALL, _BUT_EXPERTS = r".*\.grad", r"(?!.*experts).*\.grad"
 _PHASES: dict[str, dict[Phase, Placement]] = {
     "ZeRO-1": {Phase.OPTIM: _ROWS},
     "ZeRO-2": {Phase.OPTIM: _ROWS, Phase.GRAD: _ROWS},
@@ -87,11 +88,13 @@ def build(options: Mapping[str, Any], mesh: DeviceMesh, rank: int = 0) -> PlanMo
 def plan_of(options: Mapping[str, Any], mesh: DeviceMesh) -> Plan:
     """Returns the plan of a run: entries of its options, and annotations for static mode."""
     plan = Plan(mesh, cover=options.get("cover", False))
+    dispatched = options.get("experts") == "dispatch"
     if options.get("tp") == "sequence":
         method, order = options["context"], options["order"]
         plan.sequence("<in>", "tp", order=order)
         plan.context("attention", "tp", method=method, order=order)
-        plan.annotate(r".*\.grad", _PARTIAL, "tp")
+        # Experts to which tokens are sent have those of all ranks along tp.
+        plan.annotate(_BUT_EXPERTS if dispatched else _ALL, _PARTIAL, "tp")
     if "dp" in mesh.mesh_dim_names:  # type: ignore[operator]
         _shard_batch(plan, options)
     if options.get("tp") == "weights":
@@ -118,8 +121,7 @@ def _shard_batch(plan: Plan, options: Mapping[str, Any]) -> None:
     placements, dispatched = [_ROWS] * len(along), options.get("experts") == "dispatch"
     plan.shard("<in>", placements, along)
     plan.annotate("dropout.<op:dropout>", placements, along)
-    grads = r"(?!.*experts).*\.grad" if dispatched else r".*\.grad"
-    plan.annotate(grads, [_PARTIAL] * len(along), along)
+    plan.annotate(_BUT_EXPERTS if dispatched else _ALL, [_PARTIAL] * len(along), along)
     for phase, placement in _PHASES.get(options.get("phase", ""), {}).items():
         plan.shard(_MATRICES, placement, "dp", phase)
     if dispatched:
