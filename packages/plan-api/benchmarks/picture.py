@@ -5,7 +5,9 @@ from xml.sax.saxutils import escape
 # By the end of a row's keys that are times.
 COLOURS = {
     "hand_ms": ("by hand, local tensors", "#9aa5b1"),
+    "floor_ms": ("by hand, empty hooks", "#c3cad1"),
     "static_ms": ("static", "#2a7f62"),
+    "generated_ms": ("static, generated plan", "#5aa88b"),
     "static_fused_comm_ms": ("static, fused-comm", "#7bc8a4"),
     "eager_ms": ("Eager, dtensor-rules", "#3b6ea8"),
     "cache_ms": ("rules, cache, in Python", "#d9a441"),

@@ -1,8 +1,10 @@
 """Steps of LLaMA, Mixtral and DiT, tensor-parallel: by hand, static, Eager, and native DTensor.
 
-A step is forward, loss, backward, a fused AdamW and zero_grad, of two layers of 64 features. By
-hand and static compute and send the same, which is checked before anything is timed. Native is the
-plan's Eager mode with dtensor-rules off: torch's dispatch under plan-api's hooks.
+A step is forward, loss, backward, a fused AdamW and zero_grad, of two layers of 64 or 512 features
+and 2 x 64 tokens. By hand and static compute and send the same, which is checked before anything
+is timed. The floor is by hand with empty hooks on the modules that have hooks in static mode.
+Generated is static mode with the plan of `generate_static`. Native is the plan's Eager mode with
+dtensor-rules off: torch's dispatch under plan-api's hooks.
 """
 
 import contextlib
@@ -25,16 +27,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dtensor_rules
 from fsdp import fully_shard
 from integration.models.dit import DiffusionLoss, DiT
-from plan_api import parallelize, zoo
+from plan_api import generate_static, parallelize, zoo
 from testkit import fake_mesh, models, run_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "dtensor-rules" / "benchmarks"))
 from python_dispatch import in_python
 
-RANKS, HIDDEN, BATCH, TOKENS = 8, 64, 4, 16
-MOST = 1.05
+RANKS, HIDDEN, BATCH, TOKENS = 8, 64, 2, 64
+WIDE, MOST_WIDE = 512, 1.02
+MOST, MOST_OVER_FLOOR = 1.05, 0.02
 NAMES = {"llama": "LLaMA", "mixtral": "Mixtral", "dit": "DiT"}
 KINDS = ("hand", "static", "eager", "native")
+ON_LOCAL_TENSORS = ("hand", "floor", "static", "generated")
 # With one part more at a time (veScale, figures 11 and 12): the model's mode, and what is entered.
 PARTS = {
     "native": ("eager", contextlib.nullcontext),
@@ -46,18 +50,41 @@ PARTS = {
 }
 
 
-def build(name, kind, mesh, use=None, **options):
+def build(name, kind, mesh, use=None, hidden=HIDDEN, **options):
     """A function that makes one step and gives its loss."""
-    model = _model(name)
+    return _step_of(name, _parallel_model(name, kind, mesh, use, hidden, **options), _batch(name))
+
+
+def _parallel_model(name, kind, mesh, use=None, hidden=HIDDEN, **options):
+    model = _model(name, hidden)
     if kind == "hand":
-        model = by_hand(model, mesh)
-    else:
-        plan = getattr(zoo, name)(mesh, **options)
-        plan = plan.under("model") if name == "dit" else plan
-        model = parallelize(
-            model, plan, mode="static" if kind == "static" else "eager", guard_steps=0, use=use
-        )
-    return _step_of(name, model, _batch(name))
+        return by_hand(model, mesh)
+    if kind == "floor":
+        hooked = _parallel_model(name, "static", mesh, use, hidden, **options)
+        return with_empty_hooks(by_hand(model, mesh), hooked)
+    plan = getattr(zoo, name)(mesh, **options)
+    plan = plan.under("model") if name == "dit" else plan
+    if kind == "generated":
+        plan = generate_static(plan, _model(name, hidden), _batch(name))
+    mode = "eager" if kind in ("eager", "native") else "static"
+    return parallelize(model, plan, mode=mode, guard_steps=0, use=use)
+
+
+def with_empty_hooks(model, hooked):
+    """Registers as many hooks that do nothing on each module as another model's has."""
+    for name, of_other in hooked.named_modules():
+        module = model.get_submodule(name)
+        for key in of_other._forward_pre_hooks:
+            if key in of_other._forward_pre_hooks_with_kwargs:
+                module.register_forward_pre_hook(lambda _, args, kwargs: None, with_kwargs=True)
+            else:
+                module.register_forward_pre_hook(lambda _, args: None)
+        for key in of_other._forward_hooks:
+            if key in of_other._forward_hooks_with_kwargs:
+                module.register_forward_hook(lambda _, args, kwargs, out: None, with_kwargs=True)
+            else:
+                module.register_forward_hook(lambda _, args, out: None)
+    return model
 
 
 def _step_of(name, model, batch):
@@ -74,16 +101,16 @@ def _step_of(name, model, batch):
     return step
 
 
-def _model(name):
+def _model(name, hidden=HIDDEN):
     if name == "dit":
         torch.manual_seed(0)
-        model = DiffusionLoss(DiT(hidden_size=HIDDEN, num_heads=8)).train()
+        model = DiffusionLoss(DiT(hidden_size=hidden, num_heads=8)).train()
         for param in model.parameters():  # its own closed gates would hide everything
             if param.requires_grad:
                 torch.nn.init.normal_(param.data, std=0.05)
         return model
     return getattr(models, name)(
-        hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_attention_heads=8,
+        hidden_size=hidden, intermediate_size=2 * hidden, num_attention_heads=8,
         num_key_value_heads=8,
     )  # fmt: skip
 
@@ -111,14 +138,15 @@ class _Counting(TorchDispatchMode):
 def check_same(steps):
     """How many collectives a step makes; stops unless by hand and static run the same operators."""
     counted = {}
-    for kind in ("hand", "static"):
+    for kind in sorted({"hand", "static", "generated"} & steps.keys()):
         steps[kind]()
         with _Counting() as counting:
             steps[kind]()
         counted[kind] = counting.counts
-    hand, static = counted["hand"], counted["static"]
-    if hand != static:
-        raise AssertionError(f"only by hand: {hand - static}; only static: {static - hand}")
+    hand = counted.pop("hand")
+    for kind, static in counted.items():
+        if hand != static:
+            raise AssertionError(f"only by hand: {hand - static}; only {kind}: {static - hand}")
     return sum(n for op, n in hand.items() if "c10d" in op and "wait" not in op)
 
 
@@ -128,6 +156,8 @@ def rows():
         return [
             _one_part_more(),
             *(_on_fake_mesh(name) for name in ("llama", "mixtral", "dit")),
+            *(on_local_tensors(name, HIDDEN) for name in ("llama", "mixtral", "dit")),
+            *(on_local_tensors(name, WIDE) for name in ("llama", "mixtral", "dit")),
             *(_on_two(name) for name in ("llama", "mixtral", "dit")),
             _fused_on_two(),
             _fully_sharded_on_fake_mesh(),
@@ -142,6 +172,24 @@ def _on_fake_mesh(name, rounds=12):
         # Of this thread: what other processes do is not in it.
         times = _interleaved(steps, time.thread_time_ns, rounds)
     return _row(f"{NAMES[name]}, tp on {RANKS} simulated ranks", times, min) | {"collectives": sent}
+
+
+def on_local_tensors(name, hidden, rounds=12):
+    """Static mode, of a plan of the zoo and of a generated one, beside the code by hand."""
+    with fake_mesh((RANKS,), ("tp",)) as mesh, _one_core():
+        steps = {kind: build(name, kind, mesh, hidden=hidden) for kind in ON_LOCAL_TENSORS}
+        sent = check_same(steps)
+        times = _interleaved(steps, time.thread_time_ns, rounds)
+    least = {kind: min(of_kind) for kind, of_kind in times.items()}
+    times_hand = {kind: round(least[kind] / least["hand"], 3) for kind in ON_LOCAL_TENSORS[1:]}
+    most = MOST_WIDE if hidden == WIDE else max(MOST, times_hand["floor"] + MOST_OVER_FLOOR)
+    met = max(times_hand["static"], times_hand["generated"]) <= most
+    return {
+        "case": f"{NAMES[name]}, {hidden} features, tp on {RANKS} simulated ranks",
+        **{f"{kind}_ms": round(one, 2) for kind, one in least.items()},
+        **{f"{kind}_times_hand": one for kind, one in times_hand.items()},
+        "most_static": round(most, 3), "met": "yes" if met else "no", "collectives": sent,
+    }  # fmt: skip
 
 
 def _one_part_more(rounds=8, turns=10):
