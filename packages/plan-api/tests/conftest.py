@@ -8,7 +8,13 @@ import dtensor_rules
 from plan_api import options
 from testkit import fake_mesh, preload
 
-preload("plan_api", "transformers.models.llama.modeling_llama")
+preload(
+    "plan_api",
+    "dist_rng",
+    "dtensor_rules.switch",
+    "fused_comm.grad_reducer",
+    "transformers.models.llama.modeling_llama",
+)
 
 
 class Block(nn.Module):

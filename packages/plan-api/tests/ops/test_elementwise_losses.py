@@ -28,8 +28,18 @@ if TORCH_RELEASE >= (2, 12):  # 2.11's DTensor has no strategy for it
     LOSSES["with logits"] = F.binary_cross_entropy_with_logits
 
 
-@pytest.mark.parametrize("rules", [False, True], ids=["torch's dispatch", "dtensor-rules"])
-def test_losses_and_gradients_match_one_device(rules):
+PLACEMENTS = [[S0, S1], [S0, R], [S0, S0], [R, R]]
+
+
+@pytest.mark.parametrize(
+    ("rules", "all_placements"),
+    [
+        pytest.param(True, PLACEMENTS, id="dtensor-rules"),
+        pytest.param(False, PLACEMENTS[:1], id="torch's dispatch"),
+        pytest.param(False, PLACEMENTS[1:], id="torch's dispatch, more", marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_gradients_match_one_device(rules, all_placements):
     def check():
         import dtensor_rules
 
@@ -40,7 +50,7 @@ def test_losses_and_gradients_match_one_device(rules):
             return [
                 case
                 for name in LOSSES
-                for placements in ([S0, R], [S0, S1], [S0, S0], [R, R])
+                for placements in all_placements
                 for reduction in ("mean", "sum", "none")
                 if not same(case := (name, placements, reduction), mesh, (8, 4))
             ]

@@ -1,5 +1,6 @@
 """A step communicates what a person would write, in Eager and in static mode alike."""
 
+import math
 from collections import Counter
 from functools import partial
 
@@ -105,30 +106,42 @@ make_gpt2 = partial(models.gpt2, n_embd=HIDDEN, n_head=8)
 make_mixtral = partial(models.mixtral, hidden_size=HIDDEN, intermediate_size=128, **HEADS)
 
 HIDDEN_STATES = 4 * BATCH * TOKENS * HIDDEN
+
+
 # What a person would write. Without sequence parallelism, outputs of attention and MLP are reduced
 # in forward, and the gradients of their inputs in backward (Megatron-LM).
-REDUCED = Counter({("all_reduce", HIDDEN_STATES): 4 * LAYERS})
+def reduced(layers):
+    return Counter({("all_reduce", HIDDEN_STATES): 4 * layers})
+
+
 # With it these are gathers and reduce-scatters; the sequence is also gathered before the head, and
-# its gradient after the embedding, and the gradients of five norms are reduced in one bucket,
-# whose six flags are padded to eight.
-SCATTERED = Counter(
-    {
-        ("all_gather", HIDDEN_STATES): 4 * LAYERS + 2,
-        ("reduce_scatter", HIDDEN_STATES): 4 * LAYERS,
-        ("all_reduce", 4 * (5 * HIDDEN + 8)): 1,
-    }
-)
+# its gradient after the embedding, and the gradients of all norms are reduced in one bucket,
+# whose flags, one more than norms, are padded to a multiple of four.
+def scattered(layers):
+    norms = 2 * layers + 1
+    flags = math.ceil((norms + 1) / 4) * 4
+    return Counter(
+        {
+            ("all_gather", HIDDEN_STATES): 4 * layers + 2,
+            ("reduce_scatter", HIDDEN_STATES): 4 * layers,
+            ("all_reduce", 4 * (norms * HIDDEN + flags)): 1,
+        }
+    )
+
+
 # The experts' input and the weights of two experts for each token have gradients of their own, as
 # the router takes the input too.
-EXPERTS = REDUCED + Counter({("all_reduce", 4 * BATCH * TOKENS * 2): LAYERS})
+def of_experts(layers):
+    return reduced(layers) + Counter({("all_reduce", 4 * BATCH * TOKENS * 2): layers})
+
 
 CASES = {
-    "llama, weights only": (make_llama, weights_only, REDUCED),
-    "llama, outputs of rows": (make_llama, row_outputs, REDUCED),
-    "llama, every Linear": (make_llama, every_linear, REDUCED),
-    "llama, sequence parallel": (make_llama, sequence_parallel, SCATTERED),
-    "gpt2": (make_gpt2, gpt2, REDUCED),
-    "mixtral": (make_mixtral, mixtral, EXPERTS),
+    "llama, weights only": (make_llama, weights_only, reduced),
+    "llama, outputs of rows": (make_llama, row_outputs, reduced),
+    "llama, every Linear": (make_llama, every_linear, reduced),
+    "llama, sequence parallel": (make_llama, sequence_parallel, scattered),
+    "gpt2": (make_gpt2, gpt2, reduced),
+    "mixtral": (make_mixtral, mixtral, of_experts),
 }
 SLOW = ("llama, outputs of rows", "llama, every Linear")
 
@@ -153,10 +166,15 @@ def collectives(model, batch):
 
 
 @pytest.mark.parametrize(
+    "layers", [pytest.param(1, id="one layer"), pytest.param(LAYERS, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
 )
-def test_both_modes_communicate_what_a_person_would_write(mesh, name):
-    make, plan_of, expected = CASES[name]
+def test_both_modes_communicate_what_a_person_would_write(mesh, name, layers):
+    make, plan_of, communicated = CASES[name]
+    size = "n_layer" if make is make_gpt2 else "num_hidden_layers"
+    make, expected = partial(make, **{size: layers}), communicated(layers)
     batch, written = inputs(), plan_of(mesh)
     planned = plan_communication(written, make(), batch, fake=name != "mixtral")
     assert collectives(parallelize(make(), planned, strict=True), batch) == expected
@@ -169,7 +187,7 @@ def test_eager_and_static_communicate_more_as_written(mesh):
     batch, written = inputs(), row_outputs(mesh)
     eager = collectives(parallelize(make_llama(), written), batch)
     assert {name for name, _ in eager} == {"all_reduce", "all_gather", "reduce_scatter"}
-    assert eager.total() > 2 * REDUCED.total()
+    assert eager.total() > 2 * reduced(LAYERS).total()
     static = generate_static(written, make_llama(), batch, communication="as written")
     found = collectives(parallelize(make_llama(), static, mode="static", guard_steps=0), batch)
     assert found == Counter({("all_reduce", HIDDEN_STATES): (2 + 5) * LAYERS})
@@ -415,7 +433,10 @@ def tied_qwen():
 
 
 TRAINED = {
-    "llama": (partial(models.llama, num_key_value_heads=4, attention_dropout=0.1), weights_only),
+    "llama": (
+        partial(models.llama, num_key_value_heads=4, attention_dropout=0.1, num_hidden_layers=1),
+        weights_only,
+    ),
     "qwen3, tied": (tied_qwen, row_outputs),
 }
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from ctypes import c_void_p
 from dataclasses import dataclass
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
@@ -209,6 +210,6 @@ def _settings() -> Iterator[tuple[str, object]]:
 def _same(before: _Identity | None, now: _Identity | None) -> bool:
     if before is None or now is None or len(before) != len(now):
         return before is now
-    return all(
+    return all(map(is_, before, now)) or all(
         a is b or (type(a) in _BY_VALUE and a == b) for a, b in zip(before, now, strict=True)
     )
