@@ -71,7 +71,7 @@ def wait_for_step(out, step, process):
     while not (records := read_metrics(out)) or records[-1].step < step:
         assert process.poll() is None, "the run ended before it could be interrupted"
         assert time.monotonic() < deadline, f"no step {step} within two minutes"
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
