@@ -32,7 +32,7 @@ def _plan(mesh):
     return plan.fully_shard(r"model\.layers\.\d+", "dp", "rows(2)").fully_shard("", "dp")
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1)], ids=["FSDP x TP + SP", "FSDP"])
+@pytest.mark.parametrize("shape", [_further((2, 2)), (2, 1)], ids=["FSDP x TP + SP", "FSDP"])
 def test_it_trains_as_one_device(shape):
     def check():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
