@@ -5,7 +5,9 @@ import json
 import pytest
 
 from integration.compare.experiment import SharedOptions
-from integration.compare.experiments.random_numbers import EXPERIMENT, RandomOptions
+from integration.compare.experiments import random_numbers, systems
+from integration.compare.experiments.random_numbers import RandomOptions
+from integration.compare.experiments.systems import SystemOptions
 from integration.compare.result import Verdict, compare_runs
 from integration.compare.runner import Outcome
 from testkit import run_python, run_ranks
@@ -25,6 +27,7 @@ def finished(tmp_path_factory):
     return out, run_python(*command, timeout=300)
 
 
+@pytest.mark.slow  # four interpreters; in test_compare_runs.py the command has a stand-in's runs
 def test_it_passes_and_says_so(finished):
     out, result = finished
     assert result.returncode == 0, result.stderr
@@ -33,6 +36,7 @@ def test_it_passes_and_says_so(finished):
     assert "llama-tiny-single: 1 rank, 6 steps" in result.stderr
 
 
+@pytest.mark.slow
 def test_every_file_is_there(finished):
     out, _ = finished
     figures = [f"figures/{kind}-llama-tiny.png" for kind in ("losses", "cost")]
@@ -42,11 +46,8 @@ def test_every_file_is_there(finished):
         assert (out / "runs" / "systems" / f"llama-tiny-{name}.log").exists()
 
 
-def test_the_results_hold_every_step_of_both_systems(finished):
-    out, _ = finished
-    results = json.loads((out / "results.json").read_text())
-    single, ddp = results["experiments"]["systems"]["runs"]
-    assert results["passes"]
+def _check(single, ddp):
+    """Checks the results of both systems, as results.json has them."""
     assert [record["step"] for record in ddp["records"]] == list(range(1, STEPS + 1))
     assert single["records"][-1]["loss"] < single["records"][0]["loss"]
     assert ddp["deviation"]["maximum"] <= ddp["tolerance"] == 1e-5
@@ -58,6 +59,14 @@ def test_the_results_hold_every_step_of_both_systems(finished):
         {"kind": "broadcast", "calls": 1, "bytes": 64},
         {"kind": "all_reduce", "calls": 1, "bytes": 4 * 115008},
     ]
+
+
+@pytest.mark.slow
+def test_the_results_hold_every_step_of_both_systems(finished):
+    out, _ = finished
+    results = json.loads((out / "results.json").read_text())
+    assert results["passes"]
+    _check(*results["experiments"]["systems"]["runs"])
 
 
 def _train(runs):
@@ -74,14 +83,27 @@ def _train(runs):
         assert Trainer(prepare(parse_config(arguments), world.size), world).run(StopRequest())
 
 
+def _trained(runs):
+    """Trains the runs' jobs; returns their results."""
+    for run in runs:
+        run_ranks(_train, run.job.ranks, [run.job.arguments], timeout=240)
+    return compare_runs(runs, [Outcome(run.job, 0) for run in runs])
+
+
+def test_the_jobs_of_systems_train_every_step_within_the_tolerance(tmp_path):
+    own = SystemOptions(systems="ddp", models="llama-tiny", steps=STEPS)
+    setting = systems.EXPERIMENT.setting(SharedOptions(out=tmp_path), own)
+    results = _trained(systems.EXPERIMENT.runs(setting))
+    assert all(result.verdict.passes for result in results)
+    _check(*(result.facts() for result in results))
+
+
 def test_the_jobs_of_random_numbers_do_what_they_say(tmp_path):
     # All ten would take minutes: one case, on one device and on two ranks with dist-rng.
     chosen = ("dropout-single-1-native", "dropout-dtensor-tp-2-dist-rng")
-    setting = EXPERIMENT.setting(SharedOptions(out=tmp_path), RandomOptions(steps=3))
-    runs = [run for run in EXPERIMENT.runs(setting) if run.job.name in chosen]
-    for run in runs:
-        run_ranks(_train, run.job.ranks, [run.job.arguments], timeout=240)
-    single, sharded = compare_runs(runs, [Outcome(run.job, 0) for run in runs])
+    setting = random_numbers.EXPERIMENT.setting(SharedOptions(out=tmp_path), RandomOptions(steps=3))
+    runs = random_numbers.EXPERIMENT.runs(setting)
+    single, sharded = _trained([run for run in runs if run.job.name in chosen])
     assert sharded.failure is None, sharded.failure
     assert single.verdict is Verdict.REFERENCE
     assert sharded.verdict is Verdict.SAME

@@ -17,7 +17,8 @@ PRODUCTS = {
     "FSDP x TP": Degrees(dp_shard=2, tp=2),
     "DP x TP + SP": Degrees(dp_replicate=2, tp=2, sp=True),
 }
-ON_FOUR_RANKS = ("HSDP", "FSDP x TP", "DP x TP + SP")
+FAST = [("llama-tiny", product) for product in ("DP", "FSDP", "TP, static", "FSDP x TP")]
+FAST += [("mixtral-tiny", "TP, static"), ("dit-tiny", "FSDP")]
 
 
 # Enough samples for four data parallel ranks; dropout in all runs.
@@ -39,9 +40,8 @@ def one_device(train_runs, tmp_path_factory):
 
 
 def _case(model, product):
-    """A model's product; of those on four ranks, one of one model is in the fast tier."""
-    slow = product in ON_FOUR_RANKS and (model, product) != (MODELS[0], "FSDP x TP")
-    marks = [pytest.mark.slow] if slow else []
+    """A model's product; in the fast tier are four of the first model and one of each other."""
+    marks = [] if (model, product) in FAST else [pytest.mark.slow]
     return pytest.param(model, product, id=f"{model}-{product}", marks=marks)
 
 

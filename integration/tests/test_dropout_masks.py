@@ -103,10 +103,17 @@ def trained(out, ranks, **options):
 # What native DTensor says of itself: it is what is compared with.
 @pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", ["init", "dropout"])
-def test_random_numbers_on_two_ranks_are_those_of_one_device_with_dist_rng_only(case, tmp_path):
-    dropped = case == "dropout"
-    options = {"dropout": 0.1} if dropped else {"init": "sharded"}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"init": "sharded", "dropout": 0.1},
+        pytest.param({"init": "sharded"}, marks=pytest.mark.slow),
+        pytest.param({"dropout": 0.1}, marks=pytest.mark.slow),
+    ],
+    ids=" and ".join,
+)
+def test_random_numbers_on_two_ranks_are_those_of_one_device_with_dist_rng_only(options, tmp_path):
+    dropped = "dropout" in options
     single, losses = trained(tmp_path / "single", 1, **options)
     with_dist_rng = options | {"random": "dist-rng"}
     dist_rng_run, dist_rng_losses = trained(tmp_path / "dist-rng", 2, **with_dist_rng)
@@ -115,6 +122,6 @@ def test_random_numbers_on_two_ranks_are_those_of_one_device_with_dist_rng_only(
     assert dist_rng_run.initial_weights == single.initial_weights
     assert dist_rng_run.first_masks == single.first_masks
     assert (dist_rng_losses - losses).abs().max() <= 1e-5
-    assert (native.initial_weights != single.initial_weights) == (case == "init")
+    assert (native.initial_weights != single.initial_weights) == ("init" in options)
     assert (native.first_masks != single.first_masks) == dropped
     assert (native_losses - losses).abs().max() > 1e-5

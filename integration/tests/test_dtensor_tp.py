@@ -16,7 +16,7 @@ def test_every_model_trains_as_one_device_does(train_runs, tmp_path):
             {"model": model, "system": system, "out": tmp_path / f"{system}-{model}"}
             for model in MODELS
         ]
-        return train_runs(ranks, runs, out=tmp_path, steps=6)
+        return train_runs(ranks, runs, out=tmp_path, steps=3)
 
     for model, dist_rng_run, one in zip(
         MODELS, train(2, "dtensor-tp"), train(1, "single"), strict=True

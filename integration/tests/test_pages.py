@@ -53,8 +53,15 @@ def _ranks(text):
     return int(found[1])
 
 
+# Native tensor parallelism on four ranks: 8 s of processor time, more than any other page.
+SLOW = {"docs/tutorials/from-torchtitan.md"}
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in PAGES],
+)
 def test_a_page_runs(name, tmp_path):
     text = PAGES[name]
     run_ranks(_run, _ranks(text), blocks(text, "python"), str(tmp_path), timeout=240)

@@ -41,11 +41,16 @@ def test_a_steady_step_has_the_median_of_each_kind_on_each_stage():
 
 
 @pytest.mark.ranks
-def test_the_command_measures_and_draws(tmp_path, capsys):
-    arguments = ["--ranks", "2", "--steps", "1", "--schedules", "1F1B", "ZBVZeroBubble"]
+@pytest.mark.parametrize(
+    "schedules",
+    [("1F1B",), pytest.param(("1F1B", "ZBVZeroBubble"), marks=pytest.mark.slow)],
+    ids=" ".join,
+)
+def test_the_command_measures_and_draws(schedules, tmp_path, capsys):
+    arguments = ["--ranks", "2", "--steps", "1", "--schedules", *schedules]
     assert bubble.main([*arguments, "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "bubble.json").read_text())
-    assert [row["schedule"] for row in rows] == ["1F1B", "ZBVZeroBubble"]
+    assert [row["schedule"] for row in rows] == list(schedules)
     # A rank of two cannot wait for longer than the other works; 1F1B waits for one of nine.
     assert 0.0 < rows[0]["measured"] < 0.5
     assert rows[0]["expected"] == pytest.approx(1 / 9)

@@ -108,7 +108,7 @@ CLIPPED = {"clip_grad_norm": 1.0}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_clipping_counts_all_stages_and_microbatches_add_up(ranks, single, run, tmp_path):
     """With two microbatches a step, of two parts each."""
     expected = single("llama-tiny", **CLIPPED)

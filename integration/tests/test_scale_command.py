@@ -73,8 +73,13 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path, capsys):
     assert "is a file, not a folder" in capsys.readouterr().err
 
 
-def test_initialisation_is_measured_in_a_process_of_its_own():
-    found = measure("llama3-70b", "HSDP", 512, Depth(2, 0))
+@pytest.mark.parametrize(
+    "measured_by",
+    [initialise, pytest.param(measure, marks=pytest.mark.slow)],
+    ids=["here", "in a process of its own"],
+)
+def test_initialisation_is_measured_on_meta(measured_by):
+    found = measured_by("llama3-70b", "HSDP", 512, Depth(2, 0))
     assert min(found.mesh, found.model_on_meta, found.distribute) > 0
     assert found.memory < 2**30  # its parameters are on meta
 

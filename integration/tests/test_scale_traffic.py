@@ -41,7 +41,7 @@ def shard(elements, ranks):
     return math.ceil(elements / ranks / 8) * 8
 
 
-@pytest.mark.parametrize("ranks", [64, 16384])
+@pytest.mark.parametrize("ranks", [pytest.param(64, marks=pytest.mark.slow), 16384])
 def test_fully_shard_sends_what_its_buffers_say(ranks):
     layers = 5
     counted = count(
@@ -181,8 +181,15 @@ def _real_steps(shape, names):
 
 
 @pytest.mark.ranks
-def test_two_real_ranks_send_what_is_counted():
-    names = ["FSDP", "TP x DP", "TP+SP x DP"]
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["FSDP", "TP+SP x DP"],
+        pytest.param(["TP x DP"], marks=pytest.mark.slow),  # fewer kinds of the same collectives
+    ],
+    ids=", ".join,
+)
+def test_two_real_ranks_send_what_is_counted(names):
     for rank in run_ranks(_real_steps, 2, TINY_LLAMA, names, timeout=120):
         for name, real in zip(names, rank, strict=True):
             part = count_at(

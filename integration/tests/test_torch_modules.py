@@ -121,20 +121,22 @@ def _needing_grad(tree):
             yield leaf
 
 
-def all_outcomes(**options):
+def all_outcomes(first, **options):
     training = options["training"]
     found = {}
     for info in module_db:
         if not (training or "mesh" in options or info.train_and_eval_differ):
             continue  # it has been looked at in training
-        first = 2 if "mesh" in options else None  # DTensors take torch a hundred times as long
         for number, sample in enumerate(samples(info, training=training)[:first]):
             found[f"{info.name} {number}"] = outcome(info, sample, **options)
     return found
 
 
 def compared(**options):
-    """Outcomes without and with the packages: how many worked, and which differ."""
+    """Outcomes without and with the packages: how many worked, and which differ.
+
+    ``first`` is the number of samples of each module; None: all.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of deprecated arguments in the samples
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
@@ -152,26 +154,34 @@ def compared(**options):
 
 
 @pytest.mark.parametrize(
-    ("training", "many"), [(True, 1700), (False, 200)], ids=["training", "eval"]
+    ("training", "first", "many"),
+    [
+        pytest.param(True, 3, 300, id="training"),
+        pytest.param(True, None, 1700, id="training, all", marks=pytest.mark.slow),
+        pytest.param(False, None, 200, id="eval"),
+    ],
 )
-def test_modules_on_plain_tensors_have_the_same_bits(training, many):
-    [(count, worked, more, differ)] = run_ranks(compared, 1, training=training, timeout=300)
+def test_modules_on_plain_tensors_have_the_same_bits(training, first, many):
+    options = {"training": training, "first": first}
+    [(count, worked, more, differ)] = run_ranks(compared, 1, **options, timeout=300)
     assert differ == {}
     assert more == []
     assert len(worked) > many
     assert count - len(worked) < 20  # what the samples of some modules do not fit
 
 
+# DTensors take torch a hundred times as long: two samples of each module, and one in the fast tier.
 @pytest.mark.parametrize(
-    "placement",
+    ("placement", "first"),
     [
-        pytest.param(Replicate(), id="replicated"),
-        pytest.param(Shard(0), id="sharded", marks=pytest.mark.slow),  # a minute and a half
+        pytest.param(Replicate(), 1, id="replicated"),
+        pytest.param(Replicate(), 2, id="replicated, two", marks=pytest.mark.slow),
+        pytest.param(Shard(0), 2, id="sharded", marks=pytest.mark.slow),  # a minute and a half
     ],
 )
-def test_modules_on_dtensors_have_the_same_results_or_are_refused_alike(placement):
+def test_modules_on_dtensors_have_the_same_results_or_are_refused_alike(placement, first):
     """In eval: what is random in training is another number with dist-rng, one device's."""
-    options = {"training": False, "placement": placement}
+    options = {"training": False, "placement": placement, "first": first}
     [(count, worked, more, differ)] = run_ranks(compared, 1, **options, timeout=300)
     assert differ == {}, f"with the packages also {more} work"
     assert len(worked) > count // 3

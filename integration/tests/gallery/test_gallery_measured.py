@@ -1,6 +1,7 @@
 """The measured pictures, drawn from steps of tiny models."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -37,10 +38,12 @@ def test_steps_have_the_collectives_of_their_systems():
 
 @pytest.mark.ranks
 def test_native_dispatch_has_most_calls_of_dtensors_python_and_static_mode_fewest():
-    found = flame.measure(steps=2, least_share=0)
+    found = flame.measure(steps=1, least_share=0)
     calls = {mode: Counter(call.kind for call in step.calls) for mode, step in found.items()}
     native, rules, static = (calls[mode][flame.DTENSOR] for mode in ("native", "rules", "static"))
     assert native > rules > static
     for of_mode in calls.values():
         assert min(of_mode[kind] for kind in (flame.OPERATOR, flame.COLLECTIVE, flame.PLAN)) > 0
-    assert flame.draw_flames(found).startswith(b"\x89PNG")
+    # matplotlib takes seconds for calls narrower than a pixel.
+    wide = {mode: replace(step, calls=step.calls[:500]) for mode, step in found.items()}
+    assert flame.draw_flames(wide).startswith(b"\x89PNG")
