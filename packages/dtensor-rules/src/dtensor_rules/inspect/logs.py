@@ -69,7 +69,7 @@ def miss(
         kwargs: its keyword-only arguments.
         plan: what calls like this one do from now on.
         rule: the name of the rule that made it; None for torch's propagation.
-        seconds: how long that took.
+        seconds: of processor time that it took.
     """
     description, took = call(op, args, kwargs), f"{seconds * 1e6:.0f} us"
     if plan.reason is not None:

@@ -19,7 +19,7 @@ def set_planning_budget(seconds: float) -> None:
     its placements and mesh.
 
     Args:
-        seconds: 2 by default; ``math.inf`` for no budget.
+        seconds: of processor time, 2 by default; ``math.inf`` for no budget.
 
     Raises:
         ValueError: it is below 0, or no number.
@@ -35,7 +35,7 @@ def check(name: str, seconds: float, describe: Callable[[], str]) -> None:
 
     Args:
         name: of the operator.
-        seconds: how long the decision took.
+        seconds: of processor time that the decision took.
         describe: returns the call with its placements and mesh.
     """
     if seconds <= _seconds:
