@@ -96,6 +96,42 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             "--zero3: expected --ep 1",
         ),
         (
+            {"system": "ddp", "placements": "zero1"},
+            2,
+            "'ddp' does not take --placements zero1; leave it out, or use one of: fsdp, plan$",
+        ),
+        (
+            {"system": "torchtitan-style", "placements": "zero1", "dp_shard": 2},
+            2,
+            "'torchtitan-style' does not take --placements zero1",
+        ),
+        ({"system": "fsdp", "placements": "zero1", "tp": 2}, 2, "'fsdp' does not take --tp 2;"),
+        (
+            {"system": "fsdp", "placements": "hfsdp"},
+            2,
+            "one of ddp, zero1, zero2, zero3 on one data parallel axis, got hfsdp; .* or --system",
+        ),
+        (
+            {"system": "plan", "placements": "zero2", "dp_shard": 2, "dp_replicate": 2},
+            4,
+            "expected one of hsdp, hfsdp on --dp-replicate with --dp-shard, got zero2",
+        ),
+        (
+            {"system": "plan", "placements": "zero2", "dp_replicate": 2},
+            2,
+            "--placements zero2: expected --dp-shard of at least 2 .*, got --dp-replicate 2",
+        ),
+        (
+            {"system": "plan", "placements": "zero2", "dp_shard": 2, "zero3": True},
+            2,
+            "expected --dp-shard of at least 2 without --zero3",
+        ),
+        (
+            {"system": "plan", "placements": "hfsdp", "dp_shard": 2, "dp_replicate": 2, "tp": 2},
+            8,
+            "--placements hfsdp: expected neither --tp, --cp nor --ep, .* got --tp 2; use",
+        ),
+        (
             {"system": "plan", "dp_shard": 3},
             3,
             "global batch 8 is not micro batch 4 x accumulation x data-parallel degree 3",

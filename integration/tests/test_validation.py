@@ -27,6 +27,11 @@ PAIRS = {
     "dtype": (PIPELINE | {"dtype": "bf16"}, {"pp_degree": 1, "ranks": 1}, "--pp-degree 2"),
     "data": (DIT | {"data": Path("text")}, TEXT, "--model dit-tiny"),
     "sequence_length": (DIT | {"sequence_length": 32}, TEXT, "--model dit-tiny"),
+    "placements": (
+        {"system": "fsdp", "placements": "zero2", "ranks": 2, "pp_degree": 2},
+        {"pp_degree": 1},
+        "--pp-degree 2",
+    ),
     "dropout": (
         {"system": "plan", "cp": 2, "ranks": 2, "dropout": 0.1},
         {"cp": 1, "ranks": 1},

@@ -78,6 +78,68 @@ def test_hsdp_all_reduces_shards_over_replicas():
     assert found.time.reduce - one_less.reduce == pytest.approx(extra)
 
 
+@pytest.mark.parametrize(
+    ("placements", "parameters", "master", "gradients", "state", "gathers", "reductions"),
+    [  # of docs/packages/fsdp/placements.md, where R = S = 2 and N = 4: elements over P
+        ("ddp", 1, 1, 1, 1, 3 / 4, 3 / 4),
+        ("zero1", 1, 1 / 4, 1 / 4, 1 / 4, 3 / 4, 3 / 4),
+        ("zero2", 1, 1 / 4, 1 / 4, 1 / 4, 3 / 4, 3 / 4),
+        ("zero3", 0, 1 / 4, 1 / 4, 1 / 4, 2 * 3 / 4, 3 / 4),
+        ("hsdp", 0, 1 / 2, 1 / 2, 1 / 2, 2 * 1 / 2, 1 / 2 + 1 / 2 * 1 / 2 * 2),
+        ("hfsdp", 1 / 2, 1 / 4, 1 / 4, 1 / 4, 2 * 1 / 2 + 1 / 2 * 1 / 2, 1 / 2 + 1 / 2 * 1 / 2),
+    ],
+)
+@pytest.mark.parametrize(
+    ("param_dtype", "exchange"),
+    [(None, False), (torch.bfloat16, True)],
+    ids=["float32, native", "bfloat16, exchange"],
+)
+def test_placements_have_the_memory_and_bytes_of_their_formulas(
+    placements, parameters, master, gradients, state, gathers, reductions, param_dtype, exchange
+):
+    policy = fsdp.MixedPrecisionPolicy(param_dtype, torch.float32)
+    found = simulate(
+        _model(), mesh=(2, 2) if placements in ("hsdp", "hfsdp") else 4, placements=placements,
+        units=["0", "1", "2", "3"], mp_policy=policy, exchange=exchange,
+    )  # fmt: skip
+    numel, itemsize = (LAYERS + 1) * NUMEL, 4 if param_dtype is None else 2
+    if param_dtype is None:  # what the optimizer updates is a view of what stays
+        master = 0 if parameters else master
+    assert found.memory.parameters == numel * (itemsize * parameters + 4 * master)
+    assert found.memory.gradients == 4 * numel * gradients
+    by_rank = [one - 4 * (LAYERS + 1) for one in found.optimizer_by_rank]  # without step counts
+    assert by_rank == [8 * numel * state] * (2 if placements == "hsdp" else 4)
+    if placements == "ddp":  # its all-gather is of gradients
+        itemsize = 4
+    sent = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
+    for one in found.collectives:
+        sent[one.op] += one.sent
+    assert sent["all_gather"] == itemsize * numel * gathers
+    assert sent["reduce_scatter"] + sent["all_reduce"] == 4 * numel * reductions
+
+
+def test_time_of_placements_counts_what_follows_the_reduce_scatter():
+    collective = 3 * LINK.alpha + 3 / 4 * 4 * NUMEL * LINK.beta
+    replicated = _seconds(overlap=False, placements="ddp").time
+    assert replicated.gather == 0  # its all-gathers are of gradients
+    assert replicated.reduce == pytest.approx(2 * (LAYERS + 1) * collective)
+    near, far = Link(0, 1e-9, ranks=2), Link(0, 1e-6)
+    constants = Constants([far, near], COMPUTE, overlap=False)
+    over_replicas = (LAYERS + 1) * 4 * NUMEL / 2 / 2 * 1e-6  # of a half, each sends a half
+    hfsdp = simulate(_model(), mesh=(2, 2), placements="hfsdp", constants=constants).time
+    assert hfsdp.gather == pytest.approx(over_replicas, rel=0.01)  # replicas are not neighbours
+    assert hfsdp.reduce == pytest.approx(over_replicas, rel=0.01)
+
+
+def test_placements_of_two_axes_take_one_replica_too():
+    found = {one.mesh: one for one in sweep(_model(), 4, placements="hfsdp")}
+    assert list(found) == [MeshSize(1, 4), MeshSize(2, 2), MeshSize(4, 1)]
+    assert {one.memory.gradients for one in found.values()} == {(LAYERS + 1) * NUMEL}
+    assert [one.memory.parameters for one in found.values()] == [
+        4 * (LAYERS + 1) * NUMEL / shard for shard in (1, 2, 4)
+    ]
+
+
 def test_axis_uses_the_link_that_connects_it():
     near, far = Link(0, 1e-9, ranks=8), Link(0, 1e-6)
 
@@ -317,6 +379,8 @@ def test_invalid_mesh(mesh):
         ({"activations": 1, "forward": lambda model: None}, "activations .* got 1"),
         ({"forward": lambda model: None}, "forward to return the loss.* got NoneType"),
         ({"reshard_after_forward": 3}, "reshard_after_forward"),
+        ({"placements": "zero4"}, "placements: expected one of 'ddp' .* got 'zero4'"),
+        ({"placements": "zero1", "reshard_after_forward": True}, "that stay unsharded"),
         ({"shard_placement_fn": lambda param: fsdp.Rows(0)}, "n >= 1 .*weight.*Rows"),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
@@ -337,6 +401,11 @@ def test_invalid_arguments(options, text):
 def test_invalid_constants(make):
     with pytest.raises(ValueError, match="simulate: "):
         make()
+
+
+def test_placements_of_one_axis_on_two_are_an_error():
+    with pytest.raises(ValueError, match=r"one of 'hsdp' .* on the 2 axes \(2, 2\) .*'zero2'"):
+        simulate(_model(), mesh=(2, 2), placements="zero2")
 
 
 def test_sizes_that_do_not_divide_the_ranks():

@@ -42,6 +42,10 @@ CASES = {
     "2 ranks": Case((2,)),
     "4 ranks": Case((4,)),
     "HSDP of 2 x 2": Case((2, 2)),
+    "DDP": Case((4,), {"placements": "ddp"}),
+    "ZeRO-1": Case((2,), {"placements": "zero1"}),
+    "ZeRO-2": Case((4,), {"placements": "zero2"}),
+    "HFSDP of 2 x 2": Case((2, 2), {"placements": "hfsdp"}),
     "never resharded": Case((2,), {"reshard_after_forward": False}),
     "gathered from 2 of 4 in backward": Case((4,), {"reshard_after_forward": 2}),
     "bfloat16, rows, 8-bit Adam": Case(
@@ -57,6 +61,9 @@ CASES = {
 SLOW = (
     "4 ranks",
     "HSDP of 2 x 2",
+    "DDP",
+    "ZeRO-2",
+    "HFSDP of 2 x 2",
     "bfloat16, rows, 8-bit Adam",
     "never resharded",
     "gathered from 2 of 4 in backward",
@@ -105,7 +112,7 @@ def _counted_collectives():
 
 @dataclass(frozen=True)
 class Measured:
-    """What a real step took on a rank, and the rank's index among those that shard."""
+    """What a real step took on a rank, and the rank's index among those of a replica."""
 
     memory: dict[str, int]
     peak: int
@@ -134,6 +141,7 @@ def _measure(case, model):
     optimizer.zero_grad()
     with _counted_collectives() as counts, CommLog() as log:
         backward()
+    mesh = next(model.parameters()).device_mesh  # HFSDP: of all ranks, in another order
     rank = mesh.get_local_rank(mesh.ndim - 1)
     return Measured(memory, peak, dict(counts), log.bytes("send"), rank)
 

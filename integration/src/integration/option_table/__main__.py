@@ -25,8 +25,9 @@ tests.
 ## The trainer
 
 Every option of `python -m integration.train` that changes how a step is executed, with the
-observation that proves that it is in effect. What is refused is so before a process starts, with
-exit code 2.
+observation that proves that it is in effect; but for `--placements`, of which
+`integration/tests/test_placements.py` has the tests. What is refused is so before a process starts,
+with exit code 2.
 
 `integration/tests/test_option_table.py` observes all accepted pairs in {runs} runs of `llama-tiny`
 and `mixtral-tiny`, {short} on 2 ranks and {long} on 4, in `nox -s nightly`; and each option once,
@@ -36,10 +37,9 @@ in a few of those on 2 ranks, with the other tests.
 _FULLY_SHARD = """
 ## fully_shard
 
-Options of `fsdp.fully_shard` and of the methods of the modules that it has sharded. `placements`,
-`dp_mesh_dims` and `grad_placements_fn` are not in this table; they have tests of their own
-(`packages/fsdp/tests`), and [their limits](../packages/fsdp/placements.md#limits) say what
-`placements` refuses.
+Options of `fsdp.fully_shard` and of the methods of the modules that it has sharded. `dp_mesh_dims`
+and `grad_placements_fn` are not in this table; they have tests of their own
+(`packages/fsdp/tests`). Of `placements`, "zero3" and "hsdp" are what there is without them.
 `integration/tests/test_option_table_fully_shard.py` observes all accepted pairs in {runs} runs of a
 small model, {short} on 2 ranks and {long} on 4, in `nox -s nightly`; and each option once, in a few
 of those on 2 ranks, with the other tests. In each of them gradients are compared with one device's.

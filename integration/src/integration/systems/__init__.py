@@ -1,5 +1,7 @@
 """The systems that ``--system`` names; ``_ALL`` lists their classes."""
 
+from dataclasses import replace
+
 import torch
 
 from integration.device import CPU, Device
@@ -7,7 +9,7 @@ from integration.errors import UsageError
 from integration.systems.base import System
 from integration.systems.ddp import DataParallel
 from integration.systems.deepspeed import ZeroThree
-from integration.systems.degrees import Degrees
+from integration.systems.degrees import Degrees, Placements
 from integration.systems.dtensor_tp import DTensorTensorParallel
 from integration.systems.fsdp import FullyShardedBuffers
 from integration.systems.fsdp1 import FullyShardedOne
@@ -29,7 +31,7 @@ _ALL: tuple[type[System], ...] = (
 )
 SYSTEM_NAMES: tuple[str, ...] = tuple(system.name for system in _ALL)
 
-__all__ = ["SYSTEM_NAMES", "Degrees", "System", "get_system"]
+__all__ = ["SYSTEM_NAMES", "Degrees", "Placements", "System", "get_system"]
 
 
 def get_system(
@@ -51,11 +53,16 @@ def get_system(
     """
     for system in _ALL:
         if system.name == name:
-            if degrees not in (None, Degrees()) and not system.accepts_degrees:
-                composing = ", ".join(each.name for each in _ALL if each.accepts_degrees)
+            others = degrees or Degrees()
+            if system.accepts_placements:
+                others = replace(others, placements=None)
+            if others != Degrees() and not system.accepts_degrees:
+                fit = [each.name for each in _ALL if each.accepts_degrees]
+                if others == Degrees(placements=others.placements):
+                    fit = [each.name for each in _ALL if each.accepts_placements]
                 raise UsageError(
-                    f"system {name!r} does not take {' '.join(degrees.options)}; leave it out, or"
-                    f" use one of: {composing}"
+                    f"system {name!r} does not take {' '.join(others.options)}; leave it out, or"
+                    f" use one of: {', '.join(fit)}"
                 )
             return system(degrees, compute_dtype, device)
     raise UsageError(f"unknown system {name!r}; choose one of: {', '.join(SYSTEM_NAMES)}")

@@ -34,6 +34,8 @@ class System(ABC):
     accepts_deferred_init: bool = False
     # Whether it composes several kinds of parallelism by degrees.
     accepts_degrees: bool = False
+    # Whether it takes fsdp's placements of parameters, gradients and optimizer state.
+    accepts_placements: bool = False
     # Whether it supports block-wise and matrix optimizers, which need parameters with their
     # original shapes, unsharded or as DTensors.
     supports_all_optimizers: bool = False

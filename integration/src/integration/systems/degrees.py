@@ -2,8 +2,14 @@
 
 import math
 from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias, get_args
 
 from integration.errors import UsageError
+
+# The names of fsdp's ``STRATEGIES``, by the number of the mesh's axes.
+_OneAxis: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3"]
+_TwoAxes: TypeAlias = Literal["hsdp", "hfsdp"]
+Placements: TypeAlias = _OneAxis | _TwoAxes
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,8 @@ class Degrees:
         sp: whether ``tp`` includes sequence parallelism.
         loss_parallel: whether logits are sharded along the vocabulary, by ``tp``, up to the loss.
         zero3: whether phases of the plan shard parameters, instead of the package fsdp.
+        placements: fsdp's, of parameters, gradients and optimizer state; None: all are sharded, and
+            with ``dp_replicate`` replicated over it.
         static: whether operators run on local tensors, by plan-api's static mode.
     """
 
@@ -33,6 +41,7 @@ class Degrees:
     sp: bool = False
     loss_parallel: bool = False
     zero3: bool = False
+    placements: Placements | None = None
     static: bool = False
 
     @property
@@ -119,8 +128,48 @@ class Degrees:
                 f" parameters over all data parallel ranks, got --dp-shard {self.dp_shard} and"
                 f" --dp-replicate {self.dp_replicate}; give --dp-shard only"
             )
+        if self.placements is not None:
+            self._check_placements(self.placements)
         if self.zero3 and self.sends_tokens:
             raise UsageError(
                 f"--zero3: expected --ep 1, as it shards experts too, got --ep {self.ep};"
                 " leave one out"
             )
+
+    def _check_placements(self, placements: str) -> None:
+        """Refuses placements that the mesh of fully_shard cannot have.
+
+        Raises:
+            UsageError: names them.
+        """
+        option = f"--placements {placements}"
+        if self.dp_shard == 1 or self.zero3:
+            raise UsageError(
+                f"{option}: expected --dp-shard of at least 2 without --zero3, as it is of the"
+                f" parameters that fsdp shards, got {' '.join(self.options)}; give --dp-shard only"
+            )
+        check_axes(placements, 2 if self.dp_replicate > 1 else 1)
+        others = {"--ep": self.ep, "--cp": self.cp, "--tp": self.tp}
+        found = [f"{name} {size}" for name, size in others.items() if size > 1]
+        if placements == "hfsdp" and found:
+            raise UsageError(
+                f"{option}: expected neither --tp, --cp nor --ep, as it shards no parameters of"
+                f" other axes over replicas, got {' '.join(found)}; use --placements hsdp"
+            )
+
+
+def check_axes(placements: str, axes: int) -> None:
+    """Refuses placements that are not of a data parallel mesh of so many axes.
+
+    Raises:
+        UsageError: names those that are.
+    """
+    known = get_args(_OneAxis if axes == 1 else _TwoAxes)
+    if placements not in known:
+        mesh, remedy = "--dp-replicate with --dp-shard", "leave --dp-replicate out"
+        if axes == 1:
+            mesh, remedy = "one data parallel axis", f"--system plan with {mesh}"
+        raise UsageError(
+            f"--placements: expected one of {', '.join(known)} on {mesh}, got {placements}; give"
+            f" one of them, or {remedy}"
+        )

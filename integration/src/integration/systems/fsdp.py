@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from integration.models import ModelShape
 from integration.systems.base import System
+from integration.systems.degrees import check_axes
 
 # Rows of a block, as for the paper's 8-bit Adam (veScale-FSDP, section 6.3).
 _ROWS = 32
@@ -26,9 +27,16 @@ class FullyShardedBuffers(System):
     native = False
     accepts_meta_model = True
     needs_dist_rng_for_init = True
+    accepts_placements = True
     supports_all_optimizers = True
     supports_compile = True
     mixed_precision = True
+
+    def check(self, world_size: int, shape: ModelShape) -> None:
+        """Refuses placements of two axes, as the mesh has one."""
+        del world_size, shape
+        if self.degrees.placements is not None:
+            check_axes(self.degrees.placements, 1)
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Shards the model in place."""
@@ -40,6 +48,7 @@ class FullyShardedBuffers(System):
             mesh=mesh,
             mp_policy=MixedPrecisionPolicy(self.compute_dtype, torch.float32),
             shard_placement_fn=granularity,
+            placements=self.degrees.placements,
         )
         for layer in shape.layers_of(model):
             shard(layer)

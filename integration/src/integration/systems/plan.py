@@ -23,6 +23,7 @@ class PlanSystem(System):
     name = "plan"
     native = False
     accepts_degrees = True
+    accepts_placements = True
     accepts_deferred_init = True
     shards_batches = True
 

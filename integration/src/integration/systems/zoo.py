@@ -65,8 +65,12 @@ def with_noise_loss(plan: Plan, *dp: str) -> Plan:
 def _fully_shard(plan: Plan, shape: ModelShape, data: list[str], degrees: Degrees) -> None:
     """Adds fully_shard of layers and root; expert parallel experts are sharded along "dp" only."""
     layers = re.escape(shape.layers) + r"\.\d+"
-    flat = len(data) > 1
+    flat, placements = len(data) > 1, degrees.placements
     if flat:
-        plan.fully_shard(rf"{layers}\.mlp\.experts", "dp", _GRANULARITY)
+        experts = rf"{layers}\.mlp\.experts"
+        plan.fully_shard(experts, "dp", _GRANULARITY, placements=placements)
+    replicate = degrees.dp_replicate
     for path in (layers, ""):
-        plan.fully_shard(path, data, _GRANULARITY, flat=flat, replicate=degrees.dp_replicate)
+        plan.fully_shard(
+            path, data, _GRANULARITY, flat=flat, replicate=replicate, placements=placements
+        )

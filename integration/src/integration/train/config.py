@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from integration.device import DeviceOption
 from integration.errors import UsageError
-from integration.systems import Degrees
+from integration.systems import Degrees, Placements
 from integration.train.model.activation_checkpointing import Recompute
 from integration.train.model.compiled import Backend
 
@@ -59,6 +59,9 @@ class TrainConfig:
     """plan: shard logits along the vocabulary, by --tp, up to the loss."""
     zero3: bool = False
     """plan: shard parameters along --dp-shard by phases of the plan instead of the package fsdp."""
+    placements: Placements | None = None
+    """fsdp, and plan with --dp-shard: placements of parameters, gradients and optimizer state: ddp,
+    zero1, zero2 or zero3; hsdp or hfsdp with --dp-replicate; by default zero3 or hsdp."""
     static: bool = False
     """plan: run operators on local tensors, by plan-api's static mode."""
     pp_degree: Positive = 1

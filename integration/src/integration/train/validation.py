@@ -91,6 +91,13 @@ RULES: tuple[OptionRule, ...] = (
         "use --dtype fp32, or leave --pp-degree out",
     ),
     OptionRule(
+        "placements",
+        "pp_degree",
+        lambda config: config.pp_degree == 1,
+        "--pp-degree 1, as stages keep parameters gathered over their microbatches",
+        "leave either out",
+    ),
+    OptionRule(
         "data",
         "model",
         lambda config: _trains_on_text(config),

@@ -117,6 +117,10 @@ class FSDPParamGroup(ABC):
     def on_meta(self) -> bool:
         """Whether a sharded parameter has no memory yet."""
 
+    def tensors_between_steps(self) -> list[torch.Tensor]:
+        """Returns tensors in all memory that parameters have between steps; some share it."""
+        return [param.sharded_param for param in self.params]
+
     @abstractmethod
     def reset_sharded_params(self) -> None:
         """Makes the parameters that modules have now the sharded ones.
@@ -377,6 +381,15 @@ class PlannedParamGroup(FSDPParamGroup):
     def on_meta(self) -> bool:
         """Implements `FSDPParamGroup`."""
         return any(param.sharded_param.device.type == "meta" for param in self.params)
+
+    def tensors_between_steps(self) -> list[torch.Tensor]:
+        """Returns those of `FSDPParamGroup`, and what its ``placements`` keep gathered."""
+        tensors = super().tensors_between_steps()
+        if self._replicas is not None:
+            tensors.append(self._replicas.shard.local)
+        if isinstance(self.all_gather, ResidentAllGather) and self.all_gather.resident is not None:
+            tensors.append(self.all_gather.resident.local)
+        return tensors
 
     def reset_sharded_params(self) -> None:
         """Makes the parameters that modules have now views of the SHARD buffer.

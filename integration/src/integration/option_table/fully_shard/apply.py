@@ -249,7 +249,9 @@ def _arguments(
     model: BlockModel, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[nn.Parameter, ...]]:
     found = {
-        name: options[name] for name in ("reshard_after_forward", "strategy") if name in options
+        name: options[name]
+        for name in ("reshard_after_forward", "strategy", "placements")
+        if name in options
     }
     policy = {name: options[name] for name in _POLICY if name in options}
     if policy:

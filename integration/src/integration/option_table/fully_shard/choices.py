@@ -25,6 +25,7 @@ from testkit import Collective, fake_mesh
 _MATRICES = [f"blocks.{i}.{of}.weight" for i in range(BLOCKS) for of in ("up", "down")]
 _ELEMENTS = 2 * WIDTH * WIDTH  # of each
 _HALF = torch.float16
+_WITH_FULL_MEMORY = ("ddp", "zero1", "zero2")  # placements that keep unsharded parameters
 _MAX_CHOICES = 10  # of a run, so that the cause of a failure can be found
 
 
@@ -44,9 +45,23 @@ def _kinds(calls: tuple[Collective, ...]) -> set[str]:
 
 
 def _copies(ranks: tuple[FullyShardObservation, ...], options: Mapping[str, Any]) -> bool:
+    return _parts(ranks) == (1 if options.get("placements") == "hfsdp" else 2)
+
+
+def _parts(ranks: tuple[FullyShardObservation, ...]) -> float:
+    """Returns how often all ranks together have the sharded parameters."""
     names = set(ranks[0].local_numel) - set(ranks[0].plain)
     sharded = ranks[0].parameters - sum(ranks[0].local_numel[name] for name in ranks[0].plain)
-    return sum(rank.local_numel[name] for rank in ranks for name in names) == 2 * sharded
+    return sum(rank.local_numel[name] for rank in ranks for name in names) / sharded
+
+
+def _is_whole(seen: FullyShardObservation) -> bool:
+    return sum(seen.local_numel.values()) == seen.parameters
+
+
+def _accumulates(options: Mapping[str, Any]) -> bool:
+    """Returns whether the first backward is not the last of an iteration."""
+    return bool({"set_requires_gradient_sync", "set_is_last_backward"} & set(options))
 
 
 def _blocks(size: int) -> Callable[..., bool]:
@@ -62,8 +77,7 @@ def _is_native(seen: FullyShardObservation, options: Mapping[str, Any]) -> bool:
 
 
 def _is_exchange(seen: FullyShardObservation, options: Mapping[str, Any]) -> bool:
-    sent = seen.first_forward if "set_custom_all_gather" not in options else seen.backward
-    return "send" in _kinds(sent)
+    return "send" in _kinds((*seen.first_forward, *seen.backward))
 
 
 def _factor(ranks: tuple[FullyShardObservation, ...], options: Mapping[str, Any]) -> float:
@@ -100,8 +114,12 @@ ARGUMENTS: tuple[Choice, ...] = (
     ),
     rank_choice(
         "reshard_after_forward=False",
-        "modules have the unsharded parameters after forward",
-        lambda seen, options: not seen.sharded_after_forward and seen.resident > 0,
+        "modules have the unsharded parameters after forward; where placements keep these, their"
+        " memory stays",
+        lambda seen, options: (
+            (not seen.sharded_after_forward or options.get("placements") in _WITH_FULL_MEMORY)
+            and seen.resident > 0
+        ),
         reshard_after_forward=False,
     ),
     rank_choice(
@@ -110,6 +128,32 @@ ARGUMENTS: tuple[Choice, ...] = (
         lambda seen, options: seen.sharded_after_forward and seen.post_forward_ranks == {2},
         reshard_after_forward=2,
         mesh="four ranks",
+    ),
+    Choice(
+        'placements="ddp"',
+        "each rank has all parameters; forward gathers none",
+        lambda ranks, options: all(_is_whole(rank) and not rank.forward for rank in ranks),
+        {"placements": "ddp"},
+    ),
+    *(
+        rank_choice(
+            f'placements="{name}"',
+            "each rank updates a part of the parameters, and has the memory of all between steps;"
+            " a second microbatch's forward gathers none",
+            lambda seen, options: (
+                not _is_whole(seen)
+                and seen.resident_between > 0
+                and not (_accumulates(options) and seen.forward)
+            ),
+            placements=name,
+        )
+        for name in ("zero1", "zero2")
+    ),
+    Choice(
+        'placements="hfsdp"',
+        "each rank has a quarter of the parameters",
+        lambda ranks, options: _parts(ranks) == 1,
+        {"placements": "hfsdp", "mesh": "two axes"},
     ),
     rank_choice(
         "shard_placement_fn: Rows(2)",
@@ -215,7 +259,12 @@ METHODS: tuple[Choice, ...] = (
         "set_reshard_after_backward",
         "False",
         "modules have the unsharded parameters after backward, and the next forward gathers none",
-        lambda seen, options: not seen.sharded_after_backward and not seen.forward,
+        # `set_unshard_in_backward(False)` may leave the embedding sharded, which is gathered then.
+        lambda seen, options: (
+            not seen.sharded_after_backward
+            and len(seen.forward) <= len(seen.first_forward) // 2
+            and ("set_unshard_in_backward" in options or not seen.forward)
+        ),
     ),
     _method(
         "set_keep_unsharded_storage",
@@ -256,9 +305,12 @@ METHODS: tuple[Choice, ...] = (
     _method(
         "set_requires_gradient_sync",
         "False",
-        "no gradients after the first of two microbatches; its backward sends less",
+        "no gradients after the first of two microbatches, and its backward sends less; with"
+        " placements that shard gradients all are reduced, and the next forward gathers none",
         lambda seen, options: (
-            seen.first_grads == _ignored(options)
+            not seen.forward
+            if options.get("placements") == "zero2"
+            else seen.first_grads == _ignored(options)
             and _bytes(seen.first_backward) < _bytes(seen.backward)
         ),
     ),

@@ -366,4 +366,7 @@ def _gradient_error(params: Mapping[str, Any], sharded: ShardedModel, step: int)
 
 def _is_sharded(param: Tensor) -> bool:
     """Returns whether it is a parameter of `fully_shard`'s between steps."""
-    return isinstance(param, DTensor) and "shard" in (param.device_mesh.mesh_dim_names or ())
+    if not isinstance(param, DTensor):
+        return False
+    names = param.device_mesh.mesh_dim_names or ()
+    return "shard" in names or "shard_replicate" in names  # the latter of HFSDP

@@ -228,7 +228,8 @@ class GroupReduceScatter:
                 if self._post_scale != 1.0:
                     reduce_output.mul_(self._post_scale)
                 if self._gradients.is_replicated:  # an all-reduce with the bits of FSDP
-                    buffer.all_gather_()
+                    with group_stage(GroupStage.GATHER_GRADS, self):
+                        buffer.all_gather_()
                     reduce_output = buffer.local  # (buffer_size,)
                 with group_stage(GroupStage.ASSIGN_GRADS, self):
                     self._assign(reduce_output, sorted(copied))

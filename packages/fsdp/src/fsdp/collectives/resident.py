@@ -122,6 +122,11 @@ class ResidentAllGather(PlannedAllGather):
             self._copied_in = streams.record()
 
     @property
+    def resident(self) -> DBuffer | None:
+        """The buffer of the unsharded parameters; None until they are gathered."""
+        return self._buffer
+
+    @property
     def memory(self) -> None:
         """Implements `GroupAllGather`: no other buffer may use it."""
 

@@ -25,6 +25,7 @@ class GroupStage(Enum):
         COPY_IN: gradients are copied into the buffer of the reduction.
         REDUCE_SCATTER: the reduce-scatter is issued.
         REDUCE_SCATTER_WAIT: it is waited for, and replicas are reduced.
+        GATHER_GRADS: the reduced gradients are gathered, where they are replicated.
         ASSIGN_GRADS: the sharded gradients are allocated and assigned.
     """
 
@@ -34,6 +35,7 @@ class GroupStage(Enum):
     COPY_IN = auto()
     REDUCE_SCATTER = auto()
     REDUCE_SCATTER_WAIT = auto()
+    GATHER_GRADS = auto()
     ASSIGN_GRADS = auto()
 
 

@@ -60,6 +60,11 @@ class Roles:
             object.__setattr__(self, role, _tuple(getattr(self, role)))
 
     @property
+    def ndim(self) -> int:
+        """The number of the mesh's axes."""
+        return len(_tuple(self.parameter))
+
+    @property
     def keeps_parameters(self) -> bool:
         """Whether parameters stay unsharded between steps."""
         return all(isinstance(one, Replicate) for one in _tuple(self.parameter))
@@ -133,7 +138,7 @@ def named_roles(name: str, ndim: int) -> Roles:
 
 
 def _strategies(ndim: int) -> dict[str, Roles]:
-    return {name: one for name, one in STRATEGIES.items() if len(_tuple(one.parameter)) == ndim}
+    return {name: one for name, one in STRATEGIES.items() if one.ndim == ndim}
 
 
 def checked_roles(placements: object, mesh: DeviceMesh) -> Roles:

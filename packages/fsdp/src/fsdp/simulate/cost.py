@@ -78,6 +78,7 @@ def time_of(
     *,
     tensors: int,
     nbytes: int,
+    replicas: str = "",
 ) -> StepTime:
     """Predicts the time of a step by the model that `fsdp.simulate.machine` describes.
 
@@ -87,8 +88,9 @@ def time_of(
         constants: constants of the machine.
         tensors: number of parameters that the optimizer updates.
         nbytes: bytes of a rank's shards of them.
+        replicas: name of the process group of replicas, if there are any.
     """
-    clock = _Clock(constants, mesh)
+    clock = _Clock(constants, mesh, replicas)
     for event in _with_exchanges_joined(step):
         clock.advance(event)
     update = constants.update
@@ -99,8 +101,8 @@ def time_of(
 class _Clock:
     """Replays a step on two streams, one that computes and one that communicates."""
 
-    def __init__(self, constants: Constants, mesh: MeshSize) -> None:
-        self._constants, self._mesh = constants, mesh
+    def __init__(self, constants: Constants, mesh: MeshSize, replicas: str) -> None:
+        self._constants, self._mesh, self._replicas = constants, mesh, replicas
         self._now = self._communicated = 0.0  # of the stream that computes, and the other
         self._ends: dict[int, float] = {}  # of a group's all-gather or reduction
         self.time = StepTime()
@@ -120,7 +122,7 @@ class _Clock:
         one, during = _collective(event), event.during
         if one is None:
             return
-        seconds = self._collective_seconds(one)
+        seconds = self._collective_seconds(one, over_replicas=event.group == self._replicas)
         is_async = during is not None and during.stage in _OVERLAPPING
         if during is not None and is_async and self._constants.overlap:
             self._communicated = max(self._now, self._communicated) + seconds
@@ -128,9 +130,12 @@ class _Clock:
             self.time = replace(self.time, hidden=self.time.hidden + seconds)
             return
         if during is not None and not is_async:
-            # The all-reduce of HSDP, which starts when the reduce-scatter has ended.
+            # What follows the reduce-scatter when it has ended: the reduction over replicas, and
+            # the gather of replicated gradients.
             self._wait(during)
-        self._add_waiting(seconds, is_reduction=one.op in ("reduce_scatter", "all_reduce"))
+        is_gradient = during is not None and during.stage is GroupStage.GATHER_GRADS
+        is_reduction = is_gradient or one.op in ("reduce_scatter", "all_reduce")
+        self._add_waiting(seconds, is_reduction=is_reduction)
 
     def _wait(self, event: StageEvent) -> None:
         wait = max(0.0, self._ends.pop(event.collective, 0.0) - self._now)
@@ -144,12 +149,12 @@ class _Clock:
         else:
             self.time = replace(self.time, gather=self.time.gather + seconds)
 
-    def _collective_seconds(self, one: Collective) -> float:
+    def _collective_seconds(self, one: Collective, *, over_replicas: bool) -> float:
         links = self._constants.links
         if one.op != "all_gather" and self._constants.reduce is not None:
             links = self._constants.reduce
         # Ranks that replicate each other are not neighbours: they are spread over the whole mesh.
-        link = find_link(links, self._mesh.ranks if one.op == "all_reduce" else one.ranks)
+        link = find_link(links, self._mesh.ranks if over_replicas else one.ranks)
         return _alpha_beta(link, one)
 
 
@@ -168,6 +173,9 @@ def _with_exchanges_joined(step: Iterable[StepEvent]) -> Iterator[StepEvent]:
     sends: list[CommEvent] = []
     for event in step:
         if isinstance(event, CommEvent) and event.during and event.op in ("send", "recv"):
+            if sends and event.group != sends[0].group:  # HFSDP: over replicas, then over shards
+                yield _joined(sends)
+                sends = []
             sends += [event] if event.op == "send" else []
             continue
         if sends:
@@ -182,11 +190,11 @@ def _joined(sends: Sequence[CommEvent]) -> CommEvent:
     assert first.during is not None
     stage, ranks = first.during.stage, first.ranks
     nbytes = sent * ranks // (ranks - 1)
-    if stage is GroupStage.ALL_GATHER:
+    if stage in (GroupStage.ALL_GATHER, GroupStage.GATHER_GRADS):
         return replace(first, op="all_gather", input_bytes=nbytes // ranks, output_bytes=nbytes)
-    if stage is GroupStage.REDUCE_SCATTER:
+    if stage is GroupStage.REDUCE_SCATTER or len(sends) == ranks - 1:
         return replace(first, op="reduce_scatter", output_bytes=nbytes // ranks, input_bytes=nbytes)
-    # Of the replicas: a reduce-scatter, and then an all-gather.
+    # Of HSDP's replicas: a reduce-scatter, and then an all-gather.
     return replace(first, op="all_reduce", input_bytes=nbytes // 2, output_bytes=nbytes // 2)
 
 

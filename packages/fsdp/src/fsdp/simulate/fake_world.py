@@ -48,13 +48,16 @@ class _FakeWorld(c10d._World):
 
 
 @contextmanager
-def fake_world(size: MeshSize, device_type: str) -> Iterator[DeviceMesh]:
+def fake_world(
+    size: MeshSize, device_type: str, *, with_replicas: bool = False
+) -> Iterator[DeviceMesh]:
     """Makes this process rank 0 of a fake world, within the context.
 
     Args:
         size: of the world and its mesh, whose axes are "replicate", if there are replicas, and
             "shard".
         device_type: of the mesh; no such device is needed.
+        with_replicas: whether the mesh has its axis "replicate" for a single one, too.
 
     Yields:
         The mesh of all ranks.
@@ -65,7 +68,7 @@ def fake_world(size: MeshSize, device_type: str) -> Iterator[DeviceMesh]:
     _clear_caches()
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size.ranks)
-        names = ("replicate", "shard") if size.replicate > 1 else ("shard",)
+        names = ("replicate", "shard") if with_replicas or size.replicate > 1 else ("shard",)
         shape = (size.replicate, size.shard)[-len(names) :]
         yield init_device_mesh(device_type, shape, mesh_dim_names=names)
     finally:

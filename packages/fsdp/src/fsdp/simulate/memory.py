@@ -20,7 +20,7 @@ class InStep:
         gathered: unsharded parameters with padding, and the shards over fewer ranks that
             ``reshard_after_forward`` as a number saves for backward.
         reducing: buffers of gradients that are being reduced, and what other ranks have sent.
-        gradients: sharded gradients, as many as there are at this point.
+        gradients: reduced gradients, as many as there are at this point.
         activations: all other memory that modules allocate, including unsharded gradients.
     """
 
@@ -40,8 +40,9 @@ class Memory:
     """Bytes on the rank that has most.
 
     Attributes:
-        parameters: sharded parameters, with padding.
-        gradients: sharded gradients after backward.
+        parameters: what is in memory between steps, with padding: sharded parameters, and the
+            unsharded ones or shards that ``placements`` keeps beside them.
+        gradients: gradients after backward, sharded unless ``placements`` replicates them.
         optimizer: optimizer state on the rank that has most of it.
         buffers: buffers of modules, which every rank has.
         activations: what forward saves for backward.

@@ -88,18 +88,21 @@ def state_bytes_of(
 
 
 def optimizer_bytes(
-    groups: Sequence[PlannedGroup], state_bytes: Mapping[nn.Parameter, StateBytes], ranks: int
+    groups: Sequence[PlannedGroup], state_bytes: Mapping[nn.Parameter, StateBytes]
 ) -> torch.Tensor:
-    """Returns the bytes of optimizer state on each rank that shards: (ranks,), int64."""
+    """Returns the bytes of optimizer state on each rank of the layout: (ranks,), int64."""
+    ranks = groups[0].layout.world_size if groups else 1
     total = torch.zeros(ranks, dtype=torch.float64)
     counts = Counter(  # the layers of a model often have one layout, and state of the same sizes
-        (group.layout, tuple(state_bytes[param] for param in group.params))
+        (group.layout, group.is_replicated, tuple(state_bytes[param] for param in group.params))
         for group in groups
         if group.trained
     )
-    for (layout, states), count in counts.items():
+    for (layout, is_replicated, states), count in counts.items():
         for i, state in enumerate(states):
             elements = _elements_by_rank(layout, i).double()
+            if is_replicated:
+                elements = elements.sum().expand(ranks)
             total += count * (elements * state.per_element + state.per_rank)
     return total.round().long()
 

@@ -52,7 +52,7 @@ class MemoryKind(Enum):
     """What memory is for.
 
     Attributes:
-        PARAMETERS: parameters that modules have between steps.
+        PARAMETERS: parameters that are in memory between steps.
         BUFFERS: buffers of modules.
         GATHERED: unsharded parameters of `fully_shard`, and post-forward shards.
         REDUCING: buffers of gradients that are being reduced, and what other ranks have sent.
@@ -77,6 +77,7 @@ _KINDS = {
     GroupStage.COPY_IN: MemoryKind.REDUCING,
     GroupStage.REDUCE_SCATTER: MemoryKind.REDUCING,
     GroupStage.REDUCE_SCATTER_WAIT: MemoryKind.REDUCING,
+    GroupStage.GATHER_GRADS: MemoryKind.REDUCING,
     GroupStage.ASSIGN_GRADS: MemoryKind.GRADIENTS,
 }
 IN_STEP = (

@@ -24,7 +24,8 @@ class Simulation:
         elements: elements of all parameters.
         padding: elements of the buffers that belong to no parameter.
         memory: memory of the rank that has most.
-        optimizer_by_rank: bytes of optimizer state on each rank that shards.
+        optimizer_by_rank: bytes of optimizer state on each rank of one replica; with
+            ``placements="hfsdp"`` on all ranks, with the replicas of a shard side by side.
         collectives: collectives of a step.
         time: time of a step; None without constants.
     """

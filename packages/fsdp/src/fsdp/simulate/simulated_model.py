@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from dbuffer import Strategy
 from fsdp.api import PlacementFn, fully_shard
 from fsdp.mesh.granularity import Balance, Whole
+from fsdp.mesh.roles import STRATEGIES, Roles
 from fsdp.param import ParamLocation
 from fsdp.param_group import FSDPParamGroup
 from fsdp.simulate.events import ComputeWork
@@ -52,6 +53,14 @@ class ShardOptions:
     mp_policy: MixedPrecisionPolicy
     ignored_params: Collection[nn.Parameter]
     strategy: Strategy
+    placements: Roles | str | None = None
+
+    @property
+    def with_replicas(self) -> bool:
+        """Whether ``placements`` are those of a mesh of two axes, (replicate, shard)."""
+        names = self.placements
+        roles = STRATEGIES.get(names) if isinstance(names, str) else names
+        return isinstance(roles, Roles) and roles.ndim == 2
 
 
 @dataclass(frozen=True)
@@ -79,11 +88,13 @@ class PlannedGroup:
         params: the parameters of the original model, in the order of the layout.
         layout: layout of the buffer.
         trained: whether the parameters have gradients.
+        is_replicated: whether each rank's optimizer updates all of them, as under DDP.
     """
 
     params: tuple[nn.Parameter, ...]
     layout: Layout
     trained: bool
+    is_replicated: bool
 
 
 def device_type_of(model: nn.Module) -> str:
@@ -145,14 +156,19 @@ class SimulatedModel:
         self._states = self._shard(
             [[names[id(module)] for module in unit.modules] for unit in units], mesh, options
         )
+        self._param_groups = [group for state in self._states for group in state.groups]
+        self._set_parameter_kind()
         self.groups = []
         modules = {id(module): name for name, module in self._copied.named_modules()}
-        for group in (group for state in self._states for group in state.groups):
+        for group in self._param_groups:
             originals = [self._original(param.locations[0], modules) for param in group.params]
-            recorder.set_kind((one.sharded_param for one in group.params), MemoryKind.PARAMETERS)
+            roles = group.options.roles
             self.groups.append(
-                PlannedGroup(tuple(originals), group.shard.layout, originals[0].requires_grad)
-            )
+                PlannedGroup(
+                    tuple(originals), group.shard.layout, originals[0].requires_grad,
+                    is_replicated=roles is not None and not roles.shards_optimizer,
+                )
+            )  # fmt: skip
             if self._computes:
                 self._compute_really(group, originals)
 
@@ -203,6 +219,11 @@ class SimulatedModel:
         self._recorder.start_step()
         yield
         self._recorder.finish_step()
+        self._set_parameter_kind()  # of what the first forward has gathered, and stays
+
+    def _set_parameter_kind(self) -> None:
+        for group in self._param_groups:
+            self._recorder.set_kind(group.tensors_between_steps(), MemoryKind.PARAMETERS)
 
     def _note_saved(self) -> None:
         self.saved = self._recorder.allocated(MemoryKind.ACTIVATIONS)
@@ -244,6 +265,7 @@ class SimulatedModel:
                     param for param, own in self._originals.items() if id(own) in ignored
                 },
                 strategy=options.strategy,
+                placements=options.placements,
             )
         states = [state_of(of_unit[0]) for of_unit in modules]
         return [state for state in states if state is not None]

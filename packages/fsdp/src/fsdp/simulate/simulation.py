@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp.api import PlacementFn
+from fsdp.mesh import Roles
 from fsdp.simulate.cost import collectives_of, time_of
 from fsdp.simulate.fake_world import fake_world
 from fsdp.simulate.machine import Constants, MeshLike, parse_mesh_size
@@ -37,6 +38,7 @@ def simulate(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # it is frozen
     reshard_after_forward: bool | int | None = None,
     ignored_params: Collection[nn.Parameter] = (),
+    placements: Roles | str | None = None,
     optimizer: OptimizerLike = "adamw",
     forward: Forward | None = None,
     activations: int = 0,
@@ -63,6 +65,8 @@ def simulate(
         mp_policy: as for `fully_shard`.
         reshard_after_forward: as for `fully_shard`, the same for each call.
         ignored_params: as for `fully_shard`; these parameters are not counted.
+        placements: as for `fully_shard`, the same for each call. Those of two axes, such as
+            "hsdp", take a mesh of one replica, too.
         optimizer: "adam", "adamw", "sgd"; bytes per element of a parameter; or a function that
             returns an optimizer of named parameters, such as a class.
         forward: calls the model that it gets on one rank's batch, and returns the loss. Its work
@@ -81,8 +85,8 @@ def simulate(
     simulator = Simulator(
         model, units=units, shard_placement_fn=shard_placement_fn, mp_policy=mp_policy,
         reshard_after_forward=reshard_after_forward, ignored_params=ignored_params,
-        optimizer=optimizer, forward=forward, activations=activations, tokens=tokens,
-        constants=constants, exchange=exchange,
+        placements=placements, optimizer=optimizer, forward=forward, activations=activations,
+        tokens=tokens, constants=constants, exchange=exchange,
     )  # fmt: skip
     return simulator.run(mesh)
 
@@ -102,6 +106,7 @@ class Simulator:
         mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # it is frozen
         reshard_after_forward: bool | int | None = None,
         ignored_params: Collection[nn.Parameter] = (),
+        placements: Roles | str | None = None,
         optimizer: OptimizerLike = "adamw",
         forward: Forward | None = None,
         activations: int = 0,
@@ -119,7 +124,7 @@ class Simulator:
         self._sizes = AssumedSizes(activations, tokens)
         self._options = ShardOptions(
             reshard_after_forward, shard_placement_fn, mp_policy, ignored_params,
-            "exchange" if exchange else "native",
+            "exchange" if exchange else "native", placements,
         )  # fmt: skip
         self._units = find_units(model, units, ignored_params)
         self._state_bytes = state_bytes_of(
@@ -130,22 +135,25 @@ class Simulator:
     def run(self, mesh: MeshLike) -> Simulation:
         """Returns the simulation on a mesh."""
         size, recorder = parse_mesh_size(mesh), EventRecorder()
-        world = fake_world(size, device_type_of(self._model))
+        world = fake_world(
+            size, device_type_of(self._model), with_replicas=self._options.with_replicas
+        )
         with no_garbage_collection(), world as fake_mesh, recorder:
             sharded = SimulatedModel(self._units, fake_mesh, self._options, recorder)
+            replicas = fake_mesh.get_group(0).group_name if fake_mesh.ndim == 2 else ""
             for _ in range(2):  # the first step allocates buffers, and learns the order of modules
                 if self._forward is None:
                     sharded.assumed_step(self._sizes)
                 else:
                     sharded.step(self._forward)
         step, groups = recorder.events, sharded.groups
-        state = optimizer_bytes(groups, self._state_bytes, size.shard)
+        state = optimizer_bytes(groups, self._state_bytes)
         memory = memory_of(recorder, state, activations=sharded.saved)
         time = None
         if self._constants is not None:
             time = time_of(
                 step, size, self._constants, tensors=len(self._state_bytes),
-                nbytes=memory.gradients,
+                nbytes=memory.gradients, replicas=replicas,
             )  # fmt: skip
         return Simulation(
             mesh=size,
