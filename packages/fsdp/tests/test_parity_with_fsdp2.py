@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 
 import fsdp
-from testkit import CommLog, assert_bitwise, fake_mesh, run_ranks
+from testkit import TORCH_RELEASE, CommLog, assert_bitwise, fake_mesh, run_ranks
 from testkit.models.residual_stack import ResidualBlock, batch, shard, stack
 
 BOTH = (torch_fsdp, fsdp)
@@ -86,8 +86,10 @@ def test_containers_with_a_forward_of_their_own_are_accepted():
             found = []
             for package in BOTH:
                 torch.manual_seed(0)
-                model = package.fully_shard(make())
-                model(batch(0)).sum().backward()
+                model = make()
+                if package is torch_fsdp and TORCH_RELEASE < (2, 12):  # which refuses containers
+                    model = nn.Sequential(*model.children())
+                package.fully_shard(model)(batch(0)).sum().backward()
                 found.append(grads(model))
             assert_same(*found)
 
@@ -488,6 +490,8 @@ ERRORS = {
     "a stranger's streams": (
         lambda package: package.share_comm_ctx([nn.Linear(4, 4)]), ValueError, "FSDPModules"),
 }  # fmt: skip
+# Errors that FSDP2 of torch 2.11 does not raise, or raises as what it meets in its own code.
+NEWER_ERRORS = {"no placement", "tied in two calls"}
 # Methods that FSDP2 of an older torch may lack, by the case that calls them.
 NEWER_METHODS = {
     "reset_iter_state below the root": "reset_iter_state",
@@ -499,8 +503,9 @@ NEWER_METHODS = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_have_the_types_and_words_of_fsdp2(name):
     call, error, words = ERRORS[name]
+    newer = name in NEWER_ERRORS and TORCH_RELEASE < (2, 12)
     with_method = hasattr(torch_fsdp.FSDPModule, NEWER_METHODS.get(name, "unshard"))
-    for package in BOTH if with_method else (fsdp,):
+    for package in BOTH if with_method and not newer else (fsdp,):
         with fake_mesh((2,)), pytest.raises(error, match=words):
             call(package)
 
@@ -555,9 +560,10 @@ INITIALIZERS = {
     "xavier_uniform_": nn.init.xavier_uniform_,
     "kaiming_normal_": nn.init.kaiming_normal_,
     "constant_": lambda weight: nn.init.constant_(weight, 2.0),
-    "exponential_": lambda weight: weight.detach().exponential_(),
     "randn_like": lambda weight: weight.data.copy_(torch.randn_like(weight)),
 }
+if TORCH_RELEASE >= (2, 12):  # 2.11's DTensor has no strategy for it
+    INITIALIZERS["exponential_"] = lambda weight: weight.detach().exponential_()
 MODULES = {
     "Linear": lambda: nn.Linear(4, 6),
     "Embedding": lambda: nn.Embedding(6, 4),
@@ -618,14 +624,18 @@ def _identity(package):
 
 @pytest.mark.ranks
 def test_eye_is_written_or_refused_as_under_fsdp2():
-    """DTensor of torch 2.15 has no strategy for it."""
+    """DTensor of torch 2.15 has no strategy for it; an older one may write all of it on each rank.
+
+    Under this package it is refused then, too.
+    """
 
     def check():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            native, actual = (_identity(package) for package in BOTH)
-        if isinstance(native, str):
-            assert native == actual == "aten.eye.m_out"
+            # In this order: torch's cache of shardings does not tell apart tensors that are out=.
+            actual, native = (_identity(package) for package in (fsdp, torch_fsdp))
+        if native == "aten.eye.m_out" or native[0].shape == (6, 4):
+            assert actual == "aten.eye.m_out"
         else:
             assert_same(native, actual)
 

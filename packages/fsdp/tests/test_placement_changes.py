@@ -10,19 +10,20 @@ from torch.utils.checkpoint import checkpoint
 import fsdp
 from fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, Tiles
 from fsdp.optim import SOAP, Adam8bit, Muon
-from testkit import CommLog, run_ranks
+from testkit import KEEPS_ORDER_OF_RANKS, NO_ORDER_OF_RANKS, CommLog, run_ranks
 from testkit.checkpoints import load_checkpoint, save_checkpoint
 from testkit.models import residual_stack
 from testkit.models.residual_stack import batch, losses, stack
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]  # DCP's own
 
-STAYS = ("ddp", "zero1", "zero2", "hfsdp")
+needs_ordered_ranks = pytest.mark.skipif(not KEEPS_ORDER_OF_RANKS, reason=NO_ORDER_OF_RANKS)
+STAYS = ("ddp", "zero1", "zero2", *(("hfsdp",) if KEEPS_ORDER_OF_RANKS else ()))
 NAMES = (*STAYS, "zero3", "hsdp")
 # One mesh axis and two: the other strategies share the code of these.
 ONE_OF_EACH = [
     "zero2",
-    "hfsdp",
+    pytest.param("hfsdp", marks=needs_ordered_ranks),
     *(pytest.param(one, marks=pytest.mark.slow) for one in ("ddp", "zero1")),
 ]
 
@@ -106,7 +107,7 @@ CHANGES = (
     ("name", "param_dtype"),
     [
         ("zero2", torch.float64),
-        ("hfsdp", None),
+        pytest.param("hfsdp", None, marks=needs_ordered_ranks),
         *(
             pytest.param(name, dtype, marks=pytest.mark.slow)
             for name in STAYS
@@ -288,12 +289,15 @@ MORE_OPTIONS = (
 )
 
 
+def marks_of(option):
+    """Of its test: slow, skipped where torch has no HFSDP, both or neither."""
+    slow = [pytest.mark.slow] if option in MORE_OPTIONS else []
+    return [*slow, needs_ordered_ranks] if option in OF_HFSDP else slow
+
+
 @pytest.mark.parametrize(
     "option",
-    [
-        pytest.param(option, marks=pytest.mark.slow) if option in MORE_OPTIONS else option
-        for option in (*OPTIONS, *OF_HFSDP)
-    ],
+    [pytest.param(option, marks=marks_of(option)) for option in (*OPTIONS, *OF_HFSDP)],
 )
 def test_options_have_the_bits_of_fsdp(option):
     def check():
@@ -374,6 +378,7 @@ def test_parameters_that_tensor_parallelism_shards(name):
     run_ranks(check, 4)
 
 
+@needs_ordered_ranks
 def test_hfsdp_on_a_mesh_of_all_parallelism():
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+import inspect
 
-__all__ = ["FLATTENS_TWO_SHARDED_DIMS", "NO_FLATTENING", "TORCH_RELEASE"]
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "FLATTENS_TWO_SHARDED_DIMS",
+    "KEEPS_ORDER_OF_RANKS",
+    "NO_FLATTENING",
+    "NO_ORDER_OF_RANKS",
+    "TORCH_RELEASE",
+]
 
 _major, _minor = torch.__version__.split(".")[:2]
 
@@ -16,3 +25,9 @@ FLATTENS_TWO_SHARDED_DIMS = TORCH_RELEASE >= (2, 12)
 
 #: The reason for which tests that need it are skipped.
 NO_FLATTENING = "torch 2.11's DTensor flattens no two sharded dims (batch and heads)"
+
+#: Whether a process group may have its ranks in an order of its own, as HFSDP's has.
+KEEPS_ORDER_OF_RANKS = "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+#: The reason for which tests that need it are skipped.
+NO_ORDER_OF_RANKS = "torch 2.11 sorts the ranks of every process group, so HFSDP is refused"
