@@ -1,6 +1,7 @@
 """Makes plans of the zoo for the models here, by degrees."""
 
 import re
+from functools import partial
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -65,12 +66,9 @@ def with_noise_loss(plan: Plan, *dp: str) -> Plan:
 def _fully_shard(plan: Plan, shape: ModelShape, data: list[str], degrees: Degrees) -> None:
     """Adds fully_shard of layers and root; expert parallel experts are sharded along "dp" only."""
     layers = re.escape(shape.layers) + r"\.\d+"
-    flat, placements = len(data) > 1, degrees.placements
+    flat = len(data) > 1
+    shard = partial(plan.fully_shard, granularity=_GRANULARITY, placements=degrees.placements)
     if flat:
-        experts = rf"{layers}\.mlp\.experts"
-        plan.fully_shard(experts, "dp", _GRANULARITY, placements=placements)
-    replicate = degrees.dp_replicate
+        shard(rf"{layers}\.mlp\.experts", "dp")
     for path in (layers, ""):
-        plan.fully_shard(
-            path, data, _GRANULARITY, flat=flat, replicate=replicate, placements=placements
-        )
+        shard(path, data, flat=flat, replicate=degrees.dp_replicate)

@@ -21,6 +21,7 @@ from plan_api import (
     zoo,
 )
 from plan_api.static.generation import communication
+from plan_api.static.generation.example_step import ExampleStep
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, CommLog, fake_mesh, models, run_ranks
 
 pytestmark = [
@@ -397,6 +398,32 @@ def test_steps_that_do_not_suffice_are_logged_and_a_further_call_continues(
     assert plan_communication(planned, ManyRows(5), inputs) is planned
     outputs = {entry.path.text for entry in planned.entries if "<out" in entry.path.text}
     assert len(outputs) == 5
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "llama, weights only"))
+        for name in CASES
+    ],
+)
+def test_layers_that_are_alike_are_planned_at_once(mesh, monkeypatch, name):
+    """A reduced gradient places that of the layer before it, so a step shows the last one only."""
+    make, plan_of, _ = CASES[name]
+    size = "n_layer" if make is make_gpt2 else "num_hidden_layers"
+    trace, steps, paths = ExampleStep.trace, Counter(), {}
+    for layers in (1, 3):
+
+        def counted(step, plan, layers=layers):
+            steps[layers] += 1
+            return trace(step, plan)
+
+        monkeypatch.setattr(ExampleStep, "trace", counted)
+        model = make(**{size: layers})
+        planned = plan_communication(plan_of(mesh), model, inputs(), fake=name != "mixtral")
+        paths[layers] = [entry.path.text for entry in planned.entries]
+    assert steps[3] == steps[1] > 1
+    assert paths[3] == paths[1]
 
 
 def test_other_entries_of_the_same_module_stay(mesh):

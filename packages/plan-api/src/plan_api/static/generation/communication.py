@@ -6,17 +6,23 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from plan_api.lowering.ir import Lowered
 from plan_api.lowering.lower import lower
+from plan_api.lowering.model_names import is_inside
 from plan_api.plan import Plan
 from plan_api.spec.entry import Entry, EntryKind
 from plan_api.static.generation.entries import GeneratedEntry, add_entries, split_fully_shard
 from plan_api.static.generation.example_step import ExampleStep
-from plan_api.static.generation.shared_redistributions import ADDED_FOR, shared_redistributions
+from plan_api.static.generation.shared_redistributions import (
+    ADDED_FOR,
+    SharedRedistribution,
+    shared_redistributions,
+)
 from plan_api.static.generation.tensor_uses import Place
 
 __all__ = ["plan_communication", "planned_communication"]
@@ -24,7 +30,7 @@ __all__ = ["plan_communication", "planned_communication"]
 _log = logging.getLogger("plan_api")
 
 _MOVES = (EntryKind.SHARD, EntryKind.REDISTRIBUTE)
-_MOST_STEPS = 16  # a redistribution changes how the gradients of earlier layers are placed
+_MOST_STEPS = 16  # a redistribution changes how the gradients of earlier modules are placed
 
 
 def plan_communication(
@@ -91,7 +97,8 @@ def planned_communication(plan: Plan, step: ExampleStep) -> Plan:
         found = shared_redistributions(lowered, trace)
         if not found:
             break
-        for one in found:
+        alike = (of_layer for one in found for of_layer in _in_layers_alike(one, lowered))
+        for one in (*alike, *found):  # what a layer asks for itself last
             added[one.place] = one.entry
             replaced |= {*one.users, one.place}
         planned = Plan(plan.mesh, cover=plan.cover)
@@ -105,6 +112,45 @@ def planned_communication(plan: Plan, step: ExampleStep) -> Plan:
             "may; call it again with the plan that it has returned", _MOST_STEPS,
         )  # fmt: skip
     return planned
+
+
+def _in_layers_alike(one: SharedRedistribution, lowered: Lowered) -> Iterator[SharedRedistribution]:
+    """Yields a redistribution for the other layers whose parameters the same lines place.
+
+    They would ask for it themselves, but later: a gradient that is reduced in a layer leaves it
+    otherwise, which a step shows layer by layer.
+    """
+    path = one.place.path
+    lines = _lines_within(path, lowered)
+    for number in re.finditer(r"(?<![^.])\d+(?![^.])", path):
+        before, behind = path[: number.start()], path[number.end() :]
+        of_layer = re.compile(rf"{re.escape(before)}\d+(?={re.escape(behind)}(\.|$))")
+        layers = {found[0] for name in lowered.schedules if (found := of_layer.match(name))}
+        for layer in sorted(layers - {path[: number.end()]}):
+            if _lines_within(f"{layer}{behind}", lowered) == lines:
+                moved = partial(_in_layer, path[: number.end()], layer)
+                yield SharedRedistribution(
+                    moved(one.place),
+                    replace(one.entry, path=moved(one.place).path),
+                    frozenset(map(moved, one.users)),
+                )
+
+
+def _in_layer(layer: str, other: str, place: Place) -> Place:
+    """Returns a place's like in another layer; one of no layer is itself."""
+    if not is_inside(place.path, layer):
+        return place
+    return replace(place, path=f"{other}{place.path.removeprefix(layer)}")
+
+
+def _lines_within(path: str, lowered: Lowered) -> set[tuple[str, str]]:
+    """Returns the parameters inside of a module, and the lines of the plan that place each."""
+    return {
+        (name.removeprefix(path), line)
+        for name, schedule in lowered.schedules.items()
+        if is_inside(name, path)
+        for line in schedule.lines
+    }
 
 
 def _entries_without(plan: Plan, lowered: Lowered, places: Collection[Place]) -> Iterator[Entry]:
