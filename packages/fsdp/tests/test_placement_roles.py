@@ -167,11 +167,15 @@ def test_microbatches_need_no_more_than_set_requires_gradient_sync():
 
 
 @pytest.mark.parametrize(
-    "param_dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
+    ("names", "param_dtype"),
+    [
+        pytest.param(("ddp", "zero2", *HFSDP), torch.bfloat16, id="fast"),
+        pytest.param((*ONE_AXIS, *TWO_AXES), torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param((*ONE_AXIS, *TWO_AXES), torch.float32, marks=pytest.mark.slow),
+    ],
 )
-def test_memory_between_steps_is_that_of_the_formulas(param_dtype):
+def test_memory_between_steps_is_that_of_the_formulas(names, param_dtype):
     """To the byte, on 2 x 2 simulated devices, with the padding of the layouts."""
-    names = (*ONE_AXIS, *TWO_AXES)
 
     def check():
         found = []

@@ -91,8 +91,10 @@ def test_hsdp_all_reduces_shards_over_replicas():
 )
 @pytest.mark.parametrize(
     ("param_dtype", "exchange"),
-    [(None, False), (torch.bfloat16, True)],
-    ids=["float32, native", "bfloat16, exchange"],
+    [
+        pytest.param(None, False, id="float32, native"),
+        pytest.param(torch.bfloat16, True, id="bfloat16, exchange", marks=pytest.mark.slow),
+    ],
 )
 def test_placements_have_the_memory_and_bytes_of_their_formulas(
     placements, parameters, master, gradients, state, gathers, reductions, param_dtype, exchange

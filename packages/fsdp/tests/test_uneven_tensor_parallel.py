@@ -227,7 +227,7 @@ def _on_all_axes(mesh):
 @pytest.mark.parametrize(
     ("names", "dims"),
     [
-        pytest.param(("dp", "tp"), None, id="plan"),
+        pytest.param(("dp", "tp"), None, id="plan", marks=pytest.mark.slow),
         pytest.param(("tp", "dp"), DataParallelMeshDims(shard="dp"), id="dims, tp first"),
         pytest.param(("tp", "dp"), None, id="plan, tp first", marks=pytest.mark.slow),
         pytest.param(
