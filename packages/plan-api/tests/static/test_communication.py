@@ -412,7 +412,7 @@ def test_layers_that_are_alike_are_planned_at_once(mesh, monkeypatch, name):
     make, plan_of, _ = CASES[name]
     size = "n_layer" if make is make_gpt2 else "num_hidden_layers"
     trace, steps, paths = ExampleStep.trace, Counter(), {}
-    for layers in (1, 3):
+    for layers in (2, 3):
 
         def counted(step, plan, layers=layers):
             steps[layers] += 1
@@ -422,8 +422,27 @@ def test_layers_that_are_alike_are_planned_at_once(mesh, monkeypatch, name):
         model = make(**{size: layers})
         planned = plan_communication(plan_of(mesh), model, inputs(), fake=name != "mixtral")
         paths[layers] = [entry.path.text for entry in planned.entries]
-    assert steps[3] == steps[1] > 1
-    assert paths[3] == paths[1]
+    assert steps[3] == steps[2] > 1
+    assert paths[3] == paths[2]
+
+
+def test_layers_in_which_the_plan_writes_something_else_are_planned_for_themselves(mesh):
+    """The first one's attention gets a sharded sequence, which it gathers."""
+    plan = weights_only(mesh)
+    attention = r"model\.layers\.0\.self_attn"
+    plan.redistribute(rf"{attention}.<in:hidden_states>", S1, R, "tp")
+    plan.redistribute(r"model\.layers\.0\.input_layernorm.<in>", R, S1, "tp")
+    make = partial(make_llama, num_hidden_layers=3)
+    planned = plan_communication(plan, make(), inputs())
+    expected = Counter(
+        {
+            ("all_reduce", HIDDEN_STATES): 4 * 3 - 1,
+            ("all_gather", HIDDEN_STATES): 2,  # of the input, and of the gradient of the norm
+            ("reduce_scatter", HIDDEN_STATES): 1,
+        }
+    )
+    found = collectives(parallelize(make(), planned, strict=True), inputs())
+    assert {key: n for key, n in found.items() if key[1] == HIDDEN_STATES} == expected
 
 
 def test_other_entries_of_the_same_module_stay(mesh):

@@ -6,7 +6,6 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -97,7 +96,9 @@ def planned_communication(plan: Plan, step: ExampleStep) -> Plan:
         found = shared_redistributions(lowered, trace)
         if not found:
             break
-        alike = (of_layer for one in found for of_layer in _in_layers_alike(one, lowered))
+        alike = (
+            of_layer for one in found for of_layer in _in_layers_alike(one, lowered, step.model)
+        )
         for one in (*alike, *found):  # what a layer asks for itself last
             added[one.place] = one.entry
             replaced |= {*one.users, one.place}
@@ -114,26 +115,25 @@ def planned_communication(plan: Plan, step: ExampleStep) -> Plan:
     return planned
 
 
-def _in_layers_alike(one: SharedRedistribution, lowered: Lowered) -> Iterator[SharedRedistribution]:
-    """Yields a redistribution for the other layers whose parameters the same lines place.
+def _in_layers_alike(
+    one: SharedRedistribution, lowered: Lowered, model: nn.Module
+) -> Iterator[SharedRedistribution]:
+    """Yields a redistribution for the other layers in which the plan writes the same.
 
     They would ask for it themselves, but later: a gradient that is reduced in a layer leaves it
     otherwise, which a step shows layer by layer.
     """
-    path = one.place.path
-    lines = _lines_within(path, lowered)
+    path, kinds = one.place.path, {name: type(module) for name, module in model.named_modules()}
     for number in re.finditer(r"(?<![^.])\d+(?![^.])", path):
-        before, behind = path[: number.start()], path[number.end() :]
-        of_layer = re.compile(rf"{re.escape(before)}\d+(?={re.escape(behind)}(\.|$))")
-        layers = {found[0] for name in lowered.schedules if (found := of_layer.match(name))}
-        for layer in sorted(layers - {path[: number.end()]}):
-            if _lines_within(f"{layer}{behind}", lowered) == lines:
-                moved = partial(_in_layer, path[: number.end()], layer)
-                yield SharedRedistribution(
-                    moved(one.place),
-                    replace(one.entry, path=moved(one.place).path),
-                    frozenset(map(moved, one.users)),
-                )
+        layer = path[: number.end()]
+        written = _written_in(layer, lowered)
+        of_layer = re.compile(rf"{re.escape(path[: number.start()])}\d+$")
+        for other in filter(of_layer.match, kinds):
+            place = _in_layer(layer, other, one.place)
+            is_alike = written and _written_in(other, lowered) == written
+            if other != layer and is_alike and kinds.get(place.path) is kinds[path]:
+                users = frozenset(_in_layer(layer, other, user) for user in one.users)
+                yield SharedRedistribution(place, replace(one.entry, path=place.path), users)
 
 
 def _in_layer(layer: str, other: str, place: Place) -> Place:
@@ -143,14 +143,22 @@ def _in_layer(layer: str, other: str, place: Place) -> Place:
     return replace(place, path=f"{other}{place.path.removeprefix(layer)}")
 
 
-def _lines_within(path: str, lowered: Lowered) -> set[tuple[str, str]]:
-    """Returns the parameters inside of a module, and the lines of the plan that place each."""
-    return {
-        (name.removeprefix(path), line)
+def _written_in(layer: str, lowered: Lowered) -> set[tuple[object, ...]]:
+    """Returns the lines of the plan that place a layer's parameters and tensors, and which."""
+    params = {
+        (name.removeprefix(layer), line)
         for name, schedule in lowered.schedules.items()
-        if is_inside(name, path)
+        if is_inside(name, layer)
         for line in schedule.lines
     }
+    tensors = {
+        (site.path.removeprefix(layer), site.hook_point, step.index, line)
+        for site in lowered.sites
+        if is_inside(site.path, layer)
+        for step in site.steps
+        for line in step.lines
+    }
+    return params | tensors
 
 
 def _entries_without(plan: Plan, lowered: Lowered, places: Collection[Place]) -> Iterator[Entry]:
