@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 import dtensor_rules
+from dtensor_rules.planning import planner
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,14 @@ def test_decisions_within_the_budget_are_silent(x):
         warnings.simplefilter("error")
         torch.neg(x)
     assert slow("aten.neg.default") == 0
+
+
+def test_only_processor_time_counts(x, monkeypatch):
+    """Other work on the machine makes a decision take longer by the clock only."""
+    times = iter([1.0, 4.5])
+    monkeypatch.setattr(planner.time, "thread_time", lambda: next(times))
+    with pytest.warns(RuntimeWarning, match=r"aten\.cos.* took 3\.5 s"):
+        torch.cos(x)
 
 
 def test_clearing_the_counts_clears_these_too(x):

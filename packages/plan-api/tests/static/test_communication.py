@@ -479,10 +479,7 @@ def tied_qwen():
 
 
 TRAINED = {
-    "llama": (
-        partial(models.llama, num_key_value_heads=4, attention_dropout=0.1, num_hidden_layers=1),
-        weights_only,
-    ),
+    "llama": (partial(models.llama, num_key_value_heads=4, attention_dropout=0.1), weights_only),
     "qwen3, tied": (tied_qwen, row_outputs),
 }
 

@@ -101,10 +101,10 @@ def test_checkpoints_of_one_mode_load_in_the_other(tmp_path, shape, data_paralle
     """Model and optimizer; training continues to the same bits, whichever mode saved and loaded."""
 
     def check(folder):
-        mesh, changes = _mesh(shape), {"data_parallel": data_parallel, "num_hidden_layers": 1}
+        mesh = _mesh(shape)
         ends = {}
         for saves in ("eager", "static"):
-            model = _llama(mesh, saves, **changes)
+            model = _llama(mesh, saves, data_parallel=data_parallel)
             optimizer = torch.optim.AdamW(model.parameters())
             _train(model, optimizer, 2, seed=3)
             parts, optimizer_state = get_state_dict(model, optimizer)
@@ -116,7 +116,7 @@ def test_checkpoints_of_one_mode_load_in_the_other(tmp_path, shape, data_paralle
                 _local_params(model),
             )
             for loads in ("eager", "static"):
-                other = _llama(mesh, loads, seed=9, **changes)
+                other = _llama(mesh, loads, seed=9, data_parallel=data_parallel)
                 its = torch.optim.AdamW(other.parameters())
                 parts, optimizer_state = get_state_dict(other, its)
                 dcp.load(

@@ -83,7 +83,7 @@ def fully_sharded(zoo_plan, mesh, **options):
     return plan.fully_shard(LAYER, "dp").fully_shard("", "dp")
 
 
-llama = partial(models.llama, vocab_size=63, intermediate_size=65, num_hidden_layers=1, **HEADS)
+llama = partial(models.llama, vocab_size=63, intermediate_size=65, **HEADS)
 mixtral = partial(models.mixtral, vocab_size=63, num_local_experts=3, num_hidden_layers=1, **HEADS)
 TP = {"tp": "tp", "dp": None}
 

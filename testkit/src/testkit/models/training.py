@@ -115,7 +115,7 @@ class Trained:
 def train_with_clipping(
     model: nn.Module,
     *,
-    steps: int = 3,
+    steps: int = 4,
     logged: Collection[int] = (),
     microbatches: int = 1,
     microbatch: Callable[[Any, bool], AbstractContextManager[object]] = lambda *_: nullcontext(),
