@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from plan_api._compat import use_rule_for_convolution_backward
 from plan_api.ops.attention import register_cpu_attention, use_local_attention
+from plan_api.ops.function_calls import remove_redirects
 from plan_api.ops.losses import loss_handlers, use_local_losses
 from plan_api.ops.normalization import use_local_norms
 from plan_api.options import enable_extra
@@ -40,6 +41,7 @@ def install_patches(extras: Iterable[str]) -> None:
         _active.callback(use_local_losses())
         _active.callback(use_local_norms())
         _active.callback(use_initializers())
+        _active.callback(remove_redirects)
     # At each call: torch's `loss_parallel` removes the handlers of its operators when it ends.
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.update(loss_handlers())

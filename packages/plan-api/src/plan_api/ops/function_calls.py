@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import (
@@ -16,8 +20,8 @@ from torch.overrides import (
 )
 
 __all__ = [
-    "FunctionInterception", "InterceptedCalls", "TorchFunction", "replace_for_dtensors",
-    "with_wrapped",
+    "FunctionInterception", "InterceptedCalls", "TorchFunction", "remove_redirects",
+    "replace_for_dtensors", "with_wrapped",
 ]  # fmt: skip
 
 TorchFunction: TypeAlias = Callable[..., Any]
@@ -91,41 +95,154 @@ class InterceptedCalls:
 class FunctionInterception:
     """Intercepts functions while a module's own code runs, and not while its children run.
 
+    Modes of functions see every call, but cost each function that the module calls, also those that
+    are not intercepted. So the functions of `torch.nn.functional` are redirected: their names there
+    call what the running module has for them. The mode remains where this could miss a call: of
+    methods of tensors, in compiled code, where others have replaced the name, in the first call in
+    training, and after that if this one has found a function that was called by another name.
+
     Args:
         table: the intercepted calls, by function.
     """
 
     def __init__(self, table: Mapping[TorchFunction, InterceptedCalls]) -> None:
-        self._table = table
-        self._modes: list[_InterceptionMode] = []
+        names = {one.__name__ for one in table}
+        self._redirects = [_redirect(name) for name in names if hasattr(nn.functional, name)]
+        self._table = {**table}
+        for one in self._redirects:
+            found = [table[inner] for inner in with_wrapped(one.function) if inner in table]
+            self._table |= dict.fromkeys([one.function], *found[:1])
+        self._needs_mode = any(
+            not hasattr(nn.functional, name) or hasattr(torch.Tensor, name) for name in names
+        )
+        self._training_calls = 0
+        self._entered: list[Callable[[], None]] = []  # each ends what `enter` began
 
-    def begin(self, *_: Any) -> None:
+    def begin(self, module: nn.Module, *_: Any) -> None:
         """Starts when the module's forward begins."""
         for calls in self._table.values():
             calls.count = 0
+        self._training_calls += module.training
         self.enter()
 
     def enter(self, *_: Any) -> None:
         """Resumes when a child has run."""
-        mode: Any = _InterceptionMode(self._table)
-        mode.__enter__()
-        self._modes.append(mode)
+        if self._uses_mode():
+            mode: Any = _InterceptionMode(self._table, self._on_other_name)
+            mode.__enter__()
+            self._entered.append(partial(mode.__exit__, None, None, None))
+        else:
+            self._entered.append(partial(setattr, _running, "table", _running.table))
+            _running.table = self._table
 
     def leave(self, _: nn.Module, *__: Any) -> None:
         """Stops when a child begins, or the module has run."""
-        if self._modes:
-            mode: Any = self._modes.pop()
-            mode.__exit__(None, None, None)
+        if self._entered:
+            self._entered.pop()()
+
+    def _uses_mode(self) -> bool:
+        return (
+            torch.compiler.is_compiling()
+            or self._needs_mode
+            or self._training_calls < 2
+            or not all(one.is_in_place for one in self._redirects)
+        )
+
+    def _on_other_name(self, function: TorchFunction) -> None:
+        if all(function is not one.function for one in self._redirects):
+            self._needs_mode = True
 
 
 class _InterceptionMode(TorchFunctionMode):
-    """Calls replacements for some functions of torch."""
+    """Calls replacements for some functions of torch, and tells for which."""
 
-    def __init__(self, table: Mapping[TorchFunction, InterceptedCalls]) -> None:
+    def __init__(
+        self,
+        table: Mapping[TorchFunction, InterceptedCalls],
+        tell: Callable[[TorchFunction], None],
+    ) -> None:
         super().__init__()
-        self._table = table
+        self._table, self._tell = table, tell
 
     def __torch_function__(
         self, func: TorchFunction, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return self._table.get(func, func)(*args, **(kwargs or {}))
+        calls = self._table.get(func)
+        if calls is None:
+            return func(*args, **(kwargs or {}))
+        self._tell(func)
+        return calls(*args, **(kwargs or {}))
+
+
+class _Running(threading.local):
+    """What the module that runs on this thread intercepts without a mode.
+
+    Attributes:
+        table: the intercepted calls, by function.
+    """
+
+    table: Mapping[TorchFunction, InterceptedCalls] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class _Redirect:
+    """A function of `torch.nn.functional` that calls what the running module has for it.
+
+    Attributes:
+        name: of the function.
+        native: what its name was before.
+        function: what its name is now.
+    """
+
+    name: str
+    native: TorchFunction
+    function: TorchFunction
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether callers find it by the name."""
+        return getattr(nn.functional, self.name) is self.function
+
+
+_running = _Running()
+_redirects: dict[str, _Redirect] = {}
+
+
+def _redirect(name: str) -> _Redirect:
+    """Redirects a function of `torch.nn.functional`, once."""
+    known = _redirects.get(name)
+    if known is not None and known.is_in_place:
+        return known
+    native: TorchFunction = getattr(nn.functional, name)
+
+    @functools.wraps(native)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        if has_torch_function_unary(first):
+            return handle_torch_function(redirected, (first,), *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return native(*args, **kwargs)
+        table = _running.table
+        calls = table.get(redirected)
+        if calls is None:
+            return native(*args, **kwargs)
+        _running.table = _Running.table  # what a replacement calls is not intercepted
+        try:
+            return calls(*args, **kwargs)
+        finally:
+            _running.table = table
+
+    setattr(nn.functional, name, redirected)
+    _redirects[name] = _Redirect(name, native, redirected)
+    return _redirects[name]
+
+
+def remove_redirects() -> None:
+    """Restores `torch.nn.functional`, but for functions that others have put there since.
+
+    What is intercepted already is from then on intercepted by a mode.
+    """
+    for one in _redirects.values():
+        if one.is_in_place:
+            setattr(nn.functional, one.name, one.native)
+    _redirects.clear()
