@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from plan_api import Plan, parallelize, uninstall
+from plan_api.ops.function_calls import with_wrapped
 from plan_api.patches import install_patches
 from testkit import TORCH_RELEASE, fake_mesh, run_ranks
 
@@ -375,6 +376,70 @@ def test_nothing_is_intercepted_after_a_forward_that_raises(mesh):
     with pytest.raises(KeyError):
         _static(mesh, fails, reshape=S1)(torch.ones(6))
     assert torch.ones(12).reshape(2, 6).shape == (2, 6)
+
+
+def _lookups(mesh, look_up):
+    """Returns a module that looks tokens up in this rank's rows, and the modes that it ran in."""
+    modes = []
+
+    def forward(ids, rows):
+        modes.append(torch._C._len_torch_function_stack())
+        return look_up(ids, rows)
+
+    return _static(mesh, forward, embedding=S0), modes
+
+
+def _finds_rows_of_one_rank(model):
+    ids, rows = torch.tensor([0, 3]), torch.ones(2, 3)  # two of four rows
+    return model(ids, rows).sum(1).tolist() == [3.0, 0.0]
+
+
+def test_functions_are_intercepted_without_a_mode_once_a_call_has_shown_their_names(mesh):
+    """One that the module calls by another name needs the mode, in each call."""
+    native = [*with_wrapped(F.embedding)][-1]
+    model, modes = _lookups(mesh, lambda ids, rows: F.embedding(ids, rows))
+    assert all(_finds_rows_of_one_rank(model) for _ in range(3))
+    assert modes == [1, 0, 0]
+    with pytest.raises(IndexError):  # outside of the module
+        F.embedding(torch.tensor([3]), torch.ones(2, 3))
+    model, modes = _lookups(mesh, native)
+    assert all(_finds_rows_of_one_rank(model) for _ in range(3))
+    assert modes == [1, 1, 1]
+
+
+def test_functions_that_others_have_replaced_are_intercepted_by_a_mode(mesh, monkeypatch):
+    model, modes = _lookups(mesh, lambda ids, rows: F.embedding(ids, rows))
+    assert all(_finds_rows_of_one_rank(model) for _ in range(2))
+    redirected, native = with_wrapped(F.embedding)
+    with monkeypatch.context() as others:
+        others.setattr(F, "embedding", lambda *args, **options: redirected(*args, **options))
+        assert _finds_rows_of_one_rank(model)
+    assert modes == [1, 0, 1]
+    uninstall()
+    assert F.embedding is native
+
+
+def test_a_call_that_raises_or_leaves_for_a_child_intercepts_nothing_there(mesh):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = Calls(lambda: F.embedding(torch.tensor([1]), torch.ones(2, 3)))
+
+        def forward(self, ids, rows):
+            self.child()
+            found = F.embedding(ids, rows)
+            if fails:
+                raise KeyError("x")
+            return found
+
+    plan = Plan(mesh).annotate("<op:embedding>", S0)
+    model, fails = parallelize(Block(), plan, mode="static", guard_steps=0), False
+    assert all(_finds_rows_of_one_rank(model) for _ in range(2))
+    fails = True
+    with pytest.raises(KeyError):
+        _finds_rows_of_one_rank(model)
+    with pytest.raises(IndexError):
+        F.embedding(torch.tensor([3]), torch.ones(2, 3))
 
 
 @pytest.mark.ranks

@@ -6,7 +6,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -71,6 +70,19 @@ def with_wrapped(function: TorchFunction) -> Iterator[TorchFunction]:
         inner = getattr(inner, "__wrapped__", None)
 
 
+class _Running(threading.local):
+    """What this thread runs.
+
+    Attributes:
+        table: the intercepted calls of the module that runs, by function.
+    """
+
+    table: Mapping[TorchFunction, InterceptedCalls] = MappingProxyType({})
+
+
+_running = _Running()
+
+
 @dataclass
 class InterceptedCalls:
     """The intercepted calls of one function in a module's own code.
@@ -86,20 +98,26 @@ class InterceptedCalls:
     count: int = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the replacement, or the function itself."""
+        """Calls the replacement, or the function itself; what these call is not intercepted."""
         number, self.count = self.count, self.count + 1
         function = self.replacements.get(number) or self.replacements.get(None, self.function)
-        return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        table, _running.table = _running.table, _Running.table
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _running.table = table
 
 
 class FunctionInterception:
     """Intercepts functions while a module's own code runs, and not while its children run.
 
-    Modes of functions see every call, but cost each function that the module calls, also those that
-    are not intercepted. So the functions of `torch.nn.functional` are redirected: their names there
-    call what the running module has for them. The mode remains where this could miss a call: of
-    methods of tensors, in compiled code, where others have replaced the name, in the first call in
-    training, and after that if this one has found a function that was called by another name.
+    Functions of `torch.nn.functional` are redirected: their names there look for what the running
+    module has instead. A mode of functions, which costs each call of torch something, is used too
+    where redirects could miss calls: of tensors' methods; in compiled code; where others have
+    replaced a redirect; and in the first call in training, which finds out whether the module
+    knows such a function by another name.
 
     Args:
         table: the intercepted calls, by function.
@@ -110,35 +128,43 @@ class FunctionInterception:
         self._redirects = [_redirect(name) for name in names if hasattr(nn.functional, name)]
         self._table = {**table}
         for one in self._redirects:
-            found = [table[inner] for inner in with_wrapped(one.function) if inner in table]
-            self._table |= dict.fromkeys([one.function], *found[:1])
+            inner = next(inner for inner in with_wrapped(one.function) if inner in table)
+            self._table[one.function] = table[inner]
         self._needs_mode = any(
             not hasattr(nn.functional, name) or hasattr(torch.Tensor, name) for name in names
         )
         self._training_calls = 0
-        self._entered: list[Callable[[], None]] = []  # each ends what `enter` began
+        # What `leave` ends and restores: the mode, and the table of the module outside.
+        self._entered: list[tuple[Any, Mapping[TorchFunction, InterceptedCalls] | None]] = []
 
     def begin(self, module: nn.Module, *_: Any) -> None:
         """Starts when the module's forward begins."""
         for calls in self._table.values():
             calls.count = 0
-        self._training_calls += module.training
+        if not torch.compiler.is_compiling():
+            self._training_calls += module.training
         self.enter()
 
     def enter(self, *_: Any) -> None:
         """Resumes when a child has run."""
+        mode: Any = None
         if self._uses_mode():
-            mode: Any = _InterceptionMode(self._table, self._on_other_name)
+            mode = _InterceptionMode(self._table, self._on_other_name)
             mode.__enter__()
-            self._entered.append(partial(mode.__exit__, None, None, None))
-        else:
-            self._entered.append(partial(setattr, _running, "table", _running.table))
-            _running.table = self._table
+        outer = None
+        if not torch.compiler.is_compiling():
+            outer, _running.table = _running.table, self._table
+        self._entered.append((mode, outer))
 
     def leave(self, _: nn.Module, *__: Any) -> None:
         """Stops when a child begins, or the module has run."""
-        if self._entered:
-            self._entered.pop()()
+        if not self._entered:
+            return
+        mode, outer = self._entered.pop()
+        if mode is not None:
+            mode.__exit__(None, None, None)
+        if outer is not None:
+            _running.table = outer
 
     def _uses_mode(self) -> bool:
         return (
@@ -148,40 +174,36 @@ class FunctionInterception:
             or not all(one.is_in_place for one in self._redirects)
         )
 
-    def _on_other_name(self, function: TorchFunction) -> None:
-        if all(function is not one.function for one in self._redirects):
-            self._needs_mode = True
+    def _on_other_name(self) -> None:
+        self._needs_mode = True
 
 
 class _InterceptionMode(TorchFunctionMode):
-    """Calls replacements for some functions of torch, and tells for which."""
+    """Calls replacements for some functions of torch, and tells that it was asked.
+
+    Args:
+        table: the intercepted calls, by function.
+        on_call: is called with each of these functions.
+    """
 
     def __init__(
         self,
         table: Mapping[TorchFunction, InterceptedCalls],
-        tell: Callable[[TorchFunction], None],
+        on_call: Callable[[], None],
     ) -> None:
         super().__init__()
-        self._table, self._tell = table, tell
+        self._table, self._on_call = table, on_call
 
     def __torch_function__(
         self, func: TorchFunction, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        calls = self._table.get(func)
-        if calls is None:
-            return func(*args, **(kwargs or {}))
-        self._tell(func)
+        calls = self._table.get(func, func)
+        if calls is not func and not torch.compiler.is_compiling():
+            if _running.table is self._table:
+                self._on_call()
+            else:  # called by a replacement, or by a child
+                calls = func
         return calls(*args, **(kwargs or {}))
-
-
-class _Running(threading.local):
-    """What the module that runs on this thread intercepts without a mode.
-
-    Attributes:
-        table: the intercepted calls, by function.
-    """
-
-    table: Mapping[TorchFunction, InterceptedCalls] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -204,7 +226,6 @@ class _Redirect:
         return getattr(nn.functional, self.name) is self.function
 
 
-_running = _Running()
 _redirects: dict[str, _Redirect] = {}
 
 
@@ -217,20 +238,9 @@ def _redirect(name: str) -> _Redirect:
 
     @functools.wraps(native)
     def redirected(*args: Any, **kwargs: Any) -> Any:
-        first = args[0] if args else next(iter(kwargs.values()), None)
-        if has_torch_function_unary(first):
-            return handle_torch_function(redirected, (first,), *args, **kwargs)
         if torch.compiler.is_compiling():
             return native(*args, **kwargs)
-        table = _running.table
-        calls = table.get(redirected)
-        if calls is None:
-            return native(*args, **kwargs)
-        _running.table = _Running.table  # what a replacement calls is not intercepted
-        try:
-            return calls(*args, **kwargs)
-        finally:
-            _running.table = table
+        return _running.table.get(redirected, native)(*args, **kwargs)
 
     setattr(nn.functional, name, redirected)
     _redirects[name] = _Redirect(name, native, redirected)
@@ -238,10 +248,7 @@ def _redirect(name: str) -> _Redirect:
 
 
 def remove_redirects() -> None:
-    """Restores `torch.nn.functional`, but for functions that others have put there since.
-
-    What is intercepted already is from then on intercepted by a mode.
-    """
+    """Restores `torch.nn.functional`, but for functions that others have put there since."""
     for one in _redirects.values():
         if one.is_in_place:
             setattr(nn.functional, one.name, one.native)

@@ -43,30 +43,31 @@ class CommunicationCause:
 Observer: TypeAlias = Callable[[CommunicationCause], AbstractContextManager[None]]
 
 _NO_OBSERVER = nullcontext()
-_observer: Observer | None = None
+# Read where a call of `moving` would cost too much; `set_observer` sets it.
+observer: Observer | None = None
 _preparing = False
 
 
-def set_observer(observer: Observer | None) -> None:
+def set_observer(new: Observer | None) -> None:
     """Sets the observer of this process; None removes it."""
-    global _observer
-    _observer = observer
+    global observer
+    observer = new
 
 
 def moving(step: SiteStep, before: _Placements, after: _Placements) -> AbstractContextManager[None]:
     """Attributes communication within it to a step of the plan."""
-    if _observer is None:
+    if observer is None:
         return _NO_OBSERVER
-    return _observer(CommunicationCause(step, None, before, after))
+    return observer(CommunicationCause(step, None, before, after))
 
 
 def reducing(
     param: torch.Tensor | None = None, before: _Placements = (), after: _Placements = ()
 ) -> AbstractContextManager[None]:
     """Attributes communication within it to the gradient of a parameter, or to a bucket."""
-    if _observer is None:
+    if observer is None:
         return _NO_OBSERVER
-    return _observer(CommunicationCause(None, param, before, after))
+    return observer(CommunicationCause(None, param, before, after))
 
 
 @contextmanager

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from sys import getrefcount
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,13 +19,7 @@ from plan_api.runtime.hooks import SiteCoverage
 from plan_api.spec.axes import axis_names
 from plan_api.static.local_params import LocalParam, UnshardedLocalParam
 
-if TYPE_CHECKING:
-    from fused_comm import GradReducer
-
 __all__ = ["LocalParamGradients"]
-
-# The references to a tensor in C++; where torch has no such count no DTensor is reused.
-_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 2)
 
 
 class LocalParamGradients(GradientReduction):
@@ -79,11 +73,6 @@ class LocalParamGradients(GradientReduction):
             gradient.reset()
         self._start(model)
 
-    def free_unused(self) -> None:
-        """Frees the memory of gradients to which nothing else refers."""
-        for gradient in self._local_gradients:
-            gradient.free_unused()
-
     def by_name(self) -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], DTensor]]]:
         """Returns what modules use of each parameter, and what makes its gradient a DTensor."""
         found: dict[str, Any] = {
@@ -97,7 +86,6 @@ class LocalParamGradients(GradientReduction):
         return self._needs_reduction or bool(self._dtensor_params)
 
     def _register_hooks(self, after: Callable[[torch.Tensor], None]) -> None:
-        reducer = self._reducer
         self._register_on(
             (
                 dtensor_param.param
@@ -106,21 +94,28 @@ class LocalParamGradients(GradientReduction):
             ),
             after,
         )
-        on_gradient: Callable[[], None]
-        for gradient in self._local_gradients:
-            if reducer is not None:
-                on_gradient = partial(self._reduce_in_bucket, gradient, reducer)
-            elif gradient.is_unsharded and not self._reduces_at_end:
-                on_gradient = partial(self._reduce_now, gradient)
-            else:  # all are assigned at the end, which costs less
-                on_gradient = self._queue_end_of_backward
-            gradient.source.call_on_gradient(on_gradient)
+        alive = weakref.ref(self)
 
-    def _reduce_in_bucket(self, gradient: _LocalGradient, reducer: GradReducer) -> None:
-        reducer.accumulate(gradient.source.param, gradient.detach())
+        def queue(_: torch.Tensor) -> None:
+            if (gradients := alive()) is not None and not gradients._is_queued:
+                gradients._queue_end_of_backward()
+
+        for number, gradient in enumerate(self._local_gradients):
+            hook: Callable[[torch.Tensor], None] = queue  # which costs less: all at the end
+            if self._reducer is not None:
+                hook = partial(_call_if_alive, alive, type(self)._reduce_in_bucket, number)
+            elif gradient.is_unsharded and not self._reduces_at_end:
+                hook = partial(_call_if_alive, alive, type(self)._reduce_now, number)
+            gradient.source.call_on_gradient(hook)
+
+    def _reduce_in_bucket(self, number: int) -> None:
+        gradient = self._local_gradients[number]
+        assert self._reducer is not None
+        self._reducer.accumulate(gradient.source.param, gradient.detach())
         self._after_accumulate(gradient.source.param)
 
-    def _reduce_now(self, gradient: _LocalGradient) -> None:
+    def _reduce_now(self, number: int) -> None:
+        gradient = self._local_gradients[number]
         gradient.assign()
         self._after_accumulate(gradient.source.param)
 
@@ -131,10 +126,18 @@ class LocalParamGradients(GradientReduction):
                     gradient.assign()
         if self._requires_sync:
             super()._end_of_backward()
-            if self._needs_reduction:
-                self.free_unused()
         else:
             self._is_queued = False
+
+
+def _call_if_alive(
+    gradients: weakref.ref[LocalParamGradients],
+    method: Callable[[LocalParamGradients, int], None],
+    number: int,
+    _: torch.Tensor,
+) -> None:
+    if (alive := gradients()) is not None:
+        method(alive, number)
 
 
 class _LocalGradient:
@@ -144,6 +147,9 @@ class _LocalGradient:
         name: the first name of the parameter.
         source: the local parameter, or the unsharded parameter if it has phases.
         placements: by axis, the gradient's placements that differ from the source's.
+
+    Attributes:
+        is_unsharded: whether the parameter has phases: the gradient is larger than the parameter.
     """
 
     def __init__(
@@ -153,15 +159,10 @@ class _LocalGradient:
         placements: Mapping[str, Placement],
     ) -> None:
         self.name, self.source = name, source
+        self.is_unsharded = isinstance(source, UnshardedLocalParam)
         self._placements = placements
         self._param: torch.Tensor | None = None
         self._spec: DTensorSpec | None = None
-        self._assigned: Any = None  # the last DTensor; reused if nothing else refers to it
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether the parameter has phases: the gradient is larger than the parameter."""
-        return isinstance(self.source, UnshardedLocalParam)
 
     def detach(self) -> DTensor:
         """Removes the source's gradient and returns it as a DTensor, which may be Partial."""
@@ -177,39 +178,25 @@ class _LocalGradient:
         """Returns a gradient of the source as a DTensor."""
         param = self.source.param
         if param is not self._param:
-            self._param, self._spec, self._assigned = param, self._make_spec(), None
+            self._param, self._spec = param, self._make_spec()
         # DTensor() would call an __init__ that does nothing, and takes time.
         assert self._spec is not None
         return DTensor.__new__(DTensor, local, self._spec, requires_grad=False)
 
     def reset(self) -> None:
         """Forgets the parameter, which has been replaced or has another dtype."""
-        self._param = self._spec = self._assigned = None
+        self._param = self._spec = None
 
     def assign(self) -> None:
         """Accumulates the local parameter's gradient in its parameter, as autograd would."""
-        tensor, param = self.source.tensor, self.source.param
+        param, new = self.source.param, self.detach()
         grad: Any = param.grad
-        known: Any = self._param
-        if grad is None and param is known and self._is_unused() and not self.is_unsharded:
-            self._assigned._local_tensor = tensor.grad
-            tensor.grad = None
-            param.grad = self._assigned
-        elif grad is None:
-            param.grad = self._assigned = self.detach()
-        elif grad.placements == (new := self.detach()).placements:
+        if grad is None:
+            param.grad = new
+        elif grad.placements == new.placements:
             grad._local_tensor.add_(new._local_tensor)
         else:
             param.grad = grad + new
-
-    def free_unused(self) -> None:
-        """Frees the last gradient if nothing else refers to it."""
-        if self._is_unused():
-            self._assigned._local_tensor = None
-
-    def _is_unused(self) -> bool:
-        assigned = self._assigned
-        return assigned is not None and getrefcount(assigned) == 3 and _use_count(assigned) == 1
 
     def _make_spec(self) -> DTensorSpec:
         param = self.source.param

@@ -33,6 +33,7 @@ from plan_api.static.local_params import (
     UnshardedLocalParam,
     create_local_params,
     install_unsharding,
+    refresh_local_params,
 )
 from plan_api.static.operators import (
     install_factories,
@@ -96,12 +97,18 @@ def install_static(
         handles += install_eager_fallback(
             model, path, lowered.sites, lowered.indices, mesh, coverage, sizes
         )
-    for site in static_sites(model, lowered, mesh):
-        handles += _install_site(site, model, lowered, mesh, coverage, call_coverage, types, sizes)
+    sites = static_sites(model, lowered, mesh)
+    for site in sites:
+        if site.hook_point is not HookPoint.OPERATOR:
+            handles += _install_site(site, model, mesh, coverage, call_coverage, types, sizes)
     handles += install_factories(model, lowered.sites, mesh, lowered.runs_on_dtensors, types, sizes)
     for path, indices in lowered.indices.items():
         if not lowered.runs_on_dtensors(path):
             handles += install_expert_indices(model.get_submodule(path), indices, mesh, path)
+    for site in sites:
+        if site.hook_point is HookPoint.OPERATOR:
+            module = model.get_submodule(site.path)
+            handles += install_operators(site, module, mesh, types, sizes)
     # After the hooks of sites, some of which redistribute unsharded parameters.
     unsharding = install_unsharding(model, lowered)
     unsharded = tuple(unsharding.params.values())
@@ -135,7 +142,6 @@ def _sizes_of_params(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> Sh
 def _install_site(
     site: Site,
     model: nn.Module,
-    lowered: Lowered,
     mesh: DeviceMesh,
     coverage: SiteCoverage,
     call_coverage: CallCoverage,
@@ -143,8 +149,6 @@ def _install_site(
     sizes: ShardSizes,
 ) -> list[RemovableHandle]:
     module = model.get_submodule(site.path)
-    if site.hook_point is HookPoint.OPERATOR:
-        return install_operators(site, module, mesh, lowered.runs_on_dtensors, types, sizes)
     if site.hook_point is HookPoint.RUN:
         return _redistribute_params(site, module, mesh, types, sizes)
     if not site.hook_point.is_module_hook:
@@ -205,11 +209,10 @@ def _begin_call(
         restore_interrupted_steps()
         call_coverage.begin_call()
         sizes.begin_call(args, kwargs)
-        gradients.free_unused()
-        renewed = [local_param.refresh() for local_param in local_params]
+        renewed = refresh_local_params(local_params)
         for one in unsharded:
             one.refresh()
-        if any(renewed):
+        if renewed:
             step_on_local_params(local_params)
             gradients.reset(model)
         for argument in (*args, *kwargs.values()):

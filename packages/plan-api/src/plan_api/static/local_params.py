@@ -14,7 +14,7 @@ shape, from which `plan_api.static.gradients` moves it to the parameter.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from plan_api.runtime.unsharded_param import UnshardedParam
 
 __all__ = [
     "GradientLeaf", "InstalledUnsharding", "LocalParam", "UnshardedLocalParam",
-    "create_local_params", "install_unsharding",
+    "create_local_params", "install_unsharding", "refresh_local_params",
 ]  # fmt: skip
 
 
@@ -44,30 +44,27 @@ class GradientLeaf:
     """
 
     tensor: torch.Tensor
-    _on_gradient: Callable[[], None] | None = None
+    _hook: Callable[[torch.Tensor], None] | None = None
     _handle: RemovableHandle | None = None
 
-    def call_on_gradient(self, function: Callable[[], None]) -> None:
-        """Calls a function each time backward has accumulated a gradient in the leaf."""
+    def call_on_gradient(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Calls a function each time backward has accumulated a gradient in the leaf.
+
+        Args:
+            hook: called with the leaf's tensor. Autograd holds it where the garbage collector does
+                not look, so it must hold neither the leaf nor the model.
+        """
         if self._handle is not None:
             self._handle.remove()
-        self._on_gradient = function
-        if not self.tensor.requires_grad:
-            return
-        # Autograd holds hooks where the garbage collector does not look: they must not hold self.
-        reference = weakref.ref(self)
-
-        def hook(_: torch.Tensor) -> None:
-            if (alive := reference()) is not None and alive._on_gradient is not None:
-                alive._on_gradient()
-
-        self._handle = self.tensor.register_post_accumulate_grad_hook(hook)
+        self._hook = hook
+        if self.tensor.requires_grad:
+            self._handle = self.tensor.register_post_accumulate_grad_hook(hook)
 
     def remove(self) -> None:
         """Removes the gradient hook."""
         if self._handle is not None:
             self._handle.remove()
-        self._on_gradient = None
+        self._hook = None
 
 
 class LocalParam(GradientLeaf):
@@ -83,15 +80,18 @@ class LocalParam(GradientLeaf):
     Attributes:
         param: the DTensor.
         tensor: the local parameter.
+        found_in: the module's dict in which the parameter was found, and its name there.
+        source: the local tensor of the parameter, whose memory the local parameter shares.
     """
 
     param: Any
+    source: torch.Tensor | None = None
+    found_in: tuple[dict[str, Any], str]
 
     def __init__(self, name: str, users: list[tuple[nn.Module, str]], visible: bool = True) -> None:
         self.name, self.visible = name, visible
         # Weak references: this must not keep a model alive.
         self._users = [(weakref.ref(module), attribute) for module, attribute in users]
-        self._source: torch.Tensor | None = None
         self._required_grad = False  # ever
         self.refresh()
 
@@ -108,28 +108,27 @@ class LocalParam(GradientLeaf):
         owner, attribute = self._users[0][0](), self._users[0][1]
         if owner is None:
             return False
-        param = _registry(owner, attribute)[attribute]
+        registry = _registry(owner, attribute)
+        param = registry[attribute]
         if not isinstance(param, DTensor):  # gathered by fully_shard, and not replaced
             return False
         local, requires_grad = param._local_tensor, param.requires_grad
-        if local is self._source and requires_grad == self.tensor.requires_grad:
-            return False
         if any(_registry(module, name)[name] is not param for module, name in self._alive_users()):
             raise ValueError(
                 f"{self.name} was tied to a parameter that has been replaced since, as by "
                 f"load_state_dict(assign=True): load without assign, which keeps them tied"
             )
-        renewed = self._source is not None and (
+        renewed = self.source is not None and (
             param is not self.param
             or local.dtype != self.tensor.dtype
             or (requires_grad and not self._required_grad)
         )
-        self.param, self._source = param, local
+        self.param, self.source, self.found_in = param, local, (registry, attribute)
         self._required_grad = self._required_grad or requires_grad
         self.tensor = local.detach().requires_grad_(requires_grad)
         self.show()
-        if self._on_gradient is not None:
-            self.call_on_gradient(self._on_gradient)
+        if self._hook is not None:
+            self.call_on_gradient(self._hook)
         return renewed
 
     @property
@@ -141,7 +140,7 @@ class LocalParam(GradientLeaf):
     @property
     def is_current(self) -> bool:
         """Whether the local parameter shares the memory that its parameter has now."""
-        return self._source is self.param._local_tensor
+        return self.source is self.param._local_tensor
 
     @property
     def is_shown(self) -> bool:
@@ -214,8 +213,8 @@ class UnshardedLocalParam(UnshardedParam, GradientLeaf):
             self.tensor = local.detach().new_empty(()).expand(self._shape)
             self._handle = None
         self.tensor.requires_grad_(self.param.requires_grad)
-        if self._handle is None and self._on_gradient is not None:
-            self.call_on_gradient(self._on_gradient)
+        if self._handle is None and self._hook is not None:
+            self.call_on_gradient(self._hook)
 
 
 @dataclass(frozen=True)
@@ -265,6 +264,28 @@ def create_local_params(
         for name, modules in users.values()
         if not (stays(name) and name in fully_sharded)
     ]
+
+
+def refresh_local_params(local_params: Iterable[LocalParam]) -> bool:
+    """Renews the local parameters whose parameter, or its local tensor, has been replaced.
+
+    Raises:
+        ValueError: see `LocalParam.refresh`.
+
+    Returns:
+        whether the hooks that reduce gradients have to be registered again.
+    """
+    renewed = False
+    for one in local_params:
+        (registry, attribute), param = one.found_in, one.param
+        # Here, and not in a method: this is before every forward, for all parameters.
+        if (
+            registry[attribute] is not param
+            or param._local_tensor is not one.source
+            or param.requires_grad != one.tensor.requires_grad
+        ):
+            renewed |= one.refresh()
+    return renewed
 
 
 def install_unsharding(model: nn.Module, lowered: Lowered) -> InstalledUnsharding:

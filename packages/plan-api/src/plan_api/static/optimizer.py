@@ -144,9 +144,11 @@ def _swap_in_gradient(param: torch.Tensor, local_param: LocalParam) -> None:
 
 
 def _local(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: one._local_tensor if isinstance(one, DTensor) else one for name, one in state.items()
-    }
+    local = state.copy()
+    for name, one in state.items():
+        if isinstance(one, DTensor):
+            local[name] = one._local_tensor
+    return local
 
 
 def _swap_out(optimizer: optim.Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:

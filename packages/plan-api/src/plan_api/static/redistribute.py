@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.lowering.ir import AxisMove, HookPoint, OpKind, Site, SiteStep
 from plan_api.ops.function_calls import TorchFunction
+from plan_api.runtime import attribution
 from plan_api.runtime.attribution import moving
 from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.hooks import TensorTransform
@@ -198,17 +199,20 @@ class StaticRedistribution:
         Returns:
             the tensor, and by axis the global sizes of dims that have been sharded unevenly.
         """
-        sharded: dict[int, int | None] = {}
-        if not self._forward:
-            return tensor, sharded
+        if attribution.observer is None or not self._forward:
+            return self._move(tensor)
         with moving(self._step, self._before, self._after):
-            for axis, src, dst, redistribute in self._forward:
-                length = None
-                if type(src) is Shard:
-                    length = self._sizes.length(self.what, axis, src.dim, tensor)
-                if type(dst) is Shard:
-                    sharded[axis] = self._sizes.shard(axis, dst.dim, tensor.shape[dst.dim])
-                tensor = redistribute(tensor, length)
+            return self._move(tensor)
+
+    def _move(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Mapping[int, int | None]]:
+        sharded: dict[int, int | None] = {}
+        for axis, src, dst, redistribute in self._forward:
+            length = None
+            if type(src) is Shard:
+                length = self._sizes.length(self.what, axis, src.dim, tensor)
+            if type(dst) is Shard:
+                sharded[axis] = self._sizes.shard(axis, dst.dim, tensor.shape[dst.dim])
+            tensor = redistribute(tensor, length)
         return tensor, sharded
 
     def backward(self, grad: torch.Tensor, lengths: Mapping[int, int | None]) -> torch.Tensor:
@@ -218,11 +222,15 @@ class StaticRedistribution:
             grad: of the output.
             lengths: those that `forward` returned: a gradient is sharded as its tensor.
         """
-        if self._backward:
-            with moving(self._step, self._after, self._before):
-                for axis, src, _, redistribute in self._backward:
-                    length = lengths.get(axis) if type(src) is Shard else None
-                    grad = redistribute(grad, length)
+        if attribution.observer is None or not self._backward:
+            return self._move_back(grad, lengths)
+        with moving(self._step, self._after, self._before):
+            return self._move_back(grad, lengths)
+
+    def _move_back(self, grad: torch.Tensor, lengths: Mapping[int, int | None]) -> torch.Tensor:
+        for axis, src, _, redistribute in self._backward:
+            length = lengths.get(axis) if type(src) is Shard else None
+            grad = redistribute(grad, length)
         return grad if self._averaged == 1 else grad / self._averaged
 
     def _waits_for_(self) -> str:

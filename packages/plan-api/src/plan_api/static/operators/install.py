@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -48,17 +48,15 @@ def install_operators(
     site: Site,
     module: nn.Module,
     mesh: DeviceMesh,
-    stays: Callable[[str], bool],
     types: SiteTypes | None = None,
     sizes: ShardSizes | None = None,
 ) -> list[RemovableHandle]:
-    """Installs hooks that intercept operators in a module's own code.
+    """Installs hooks that intercept operators in a module's own code, after all hooks of children.
 
     Args:
         site: a site of operators.
         module: the module of the site.
         mesh: the plan's mesh.
-        stays: whether the module of a path is an eager fallback.
         types: checks the types of the operators' tensors; None: they are not checked.
         sizes: knows the global sizes of uneven shards, of the whole model; None: of this site only.
     """
@@ -84,9 +82,10 @@ def install_operators(
         module.register_forward_hook(span.leave, prepend=True, always_call=True),
     ]
     names = {str(step.index).partition(":")[0] for step in site.steps}
-    for name, child in module.named_children():
-        path = f"{site.path}.{name}" if site.path else name
-        if _may_call(child, names) or stays(path):
+    for child in module.children():
+        # Hooks are not the module's own code: those that are there already are excluded, too.
+        has_hooks = child._forward_pre_hooks or child._forward_hooks
+        if has_hooks or _may_call(child, names):
             handles += [
                 child.register_forward_pre_hook(span.leave, prepend=True),
                 child.register_forward_hook(span.enter, always_call=True),

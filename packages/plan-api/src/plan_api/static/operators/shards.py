@@ -19,11 +19,12 @@ Placements: TypeAlias = tuple[Placement, ...]
 MakeReplacement: TypeAlias = Callable[[TorchFunction, TensorSizes], TorchFunction]
 
 
-def shards_of(placements: Placements) -> list[tuple[int, int]]:
-    """Returns the sharded dims, each with the axis that shards it."""
+def shards_of(sizes: TensorSizes) -> list[tuple[int, int, int]]:
+    """Returns the sharded dims, each with the number of ranks that share it, and which this is."""
+    mesh = sizes.mesh
     return [
-        (dim, axis)
-        for axis, placement in enumerate(placements)
+        (dim, mesh.size(axis), mesh.get_local_rank(axis))
+        for axis, placement in enumerate(sizes.placements)
         if (dim := getattr(placement, "dim", None)) is not None
     ]
 

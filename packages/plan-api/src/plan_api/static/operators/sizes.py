@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from plan_api.ops.cross_entropy import LogitsSharding
 from plan_api.ops.function_calls import TorchFunction
@@ -18,16 +17,15 @@ __all__ = ["embedding", "sized", "split"]
 
 def sized(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     """Replaces the global sizes that code passes to `view` or `reshape` by this rank's."""
-    mesh, placements = sizes.mesh, sizes.placements
-    shards = shards_of(placements)
+    shards = shards_of(sizes)
 
     def with_local_sizes(tensor: torch.Tensor, *sizes: Any, **kwargs: Any) -> Any:
         shape = [*(sizes[0] if sizes and isinstance(sizes[0], Sequence) else sizes)]
         shape = shape or [*kwargs.pop("shape", kwargs.pop("size", ()))]
-        for dim, axis in shards:
+        for dim, ranks, rank in shards:
             if dim >= len(shape):  # not the annotated tensor: labels beside logits, for instance
                 continue
-            shape[dim] = _local_size(shape[dim], mesh, axis)
+            shape[dim] = _local_size(shape[dim], ranks, rank)
         return function(tensor, tuple(shape), **kwargs)
 
     return with_local_sizes
@@ -35,13 +33,12 @@ def sized(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
 
 def split(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     """Replaces the global sizes that code passes to `split` by this rank's."""
-    mesh, placements = sizes.mesh, sizes.placements
-    shards = shards_of(placements)
+    shards = shards_of(sizes)
 
     def local_size(size: int, sharded: int) -> int:
-        for dim, axis in shards:
+        for dim, ranks, rank in shards:
             if dim == sharded:
-                size = _local_size(size, mesh, axis)
+                size = _local_size(size, ranks, rank)
         return size
 
     def with_local_sizes(tensor: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
@@ -73,7 +70,5 @@ def embedding(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     return sharded_embedding
 
 
-def _local_size(size: int, mesh: DeviceMesh, axis: int) -> int:
-    if size == -1:
-        return size
-    return chunk_length(size, mesh.size(axis), mesh.get_local_rank(axis))
+def _local_size(size: int, ranks: int, rank: int) -> int:
+    return size if size == -1 else chunk_length(size, ranks, rank)
