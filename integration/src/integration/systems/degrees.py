@@ -4,7 +4,10 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, get_args
 
+import torch
+
 from integration.errors import UsageError
+from integration.systems._compat import keeps_order_of_ranks
 
 # The names of fsdp's ``STRATEGIES``, by the number of the mesh's axes.
 _OneAxis: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3"]
@@ -155,6 +158,11 @@ class Degrees:
             raise UsageError(
                 f"{option}: expected neither --tp, --cp nor --ep, as it shards no parameters of"
                 f" other axes over replicas, got {' '.join(found)}; use --placements hsdp"
+            )
+        if placements == "hfsdp" and not keeps_order_of_ranks():
+            raise UsageError(
+                f"{option}: expected torch 2.12 or newer, whose process groups keep the order of"
+                f" ranks, got {torch.__version__}; use --placements hsdp"
             )
 
 
