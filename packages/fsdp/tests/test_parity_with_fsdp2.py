@@ -372,6 +372,10 @@ def _same_stack():
     return model
 
 
+# On torch 2.11 the end of such a thread raises: 'ThreadLocalWorld' object has no attribute 'comms'.
+@pytest.mark.filterwarnings(
+    "ignore:Exception in thread:pytest.PytestUnhandledThreadExceptionWarning"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_on_threads_are_those_of_fsdp2(dtype):
     """The threaded process group cannot reduce in place."""

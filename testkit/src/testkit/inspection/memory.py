@@ -27,7 +27,7 @@ def peak_bytes(action: Callable[[], T]) -> tuple[int, T]:
     """
     _count_all_threads()
     gc.collect()  # what others left in cycles would be released in the middle
-    with torch.profiler.profile(profile_memory=True) as profiler:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profiler:
         torch.empty(1, dtype=torch.int8)  # the first event has the bytes allocated before the call
         result = action()
     allocated = list(_allocated(profiler.profiler.kineto_results.experimental_event_tree()))
