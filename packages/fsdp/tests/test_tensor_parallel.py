@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp import Rows, Tiles, clip_grad_norm_, fully_shard
+from fsdp import MixedPrecisionPolicy, Rows, Tiles, clip_grad_norm_, fully_shard
 from fsdp.optim import Adam8bit
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard, strict
 from testkit import CommLog, fake_mesh, run_ranks
@@ -70,6 +70,27 @@ def test_fsdp_with_tp_trains_as_on_one_device():
             torch.testing.assert_close(mine.full_tensor(), wanted, rtol=1e-4, atol=1e-5, msg=name)
 
     run_ranks(check, 4, timeout=120)
+
+
+def test_gathered_dtensors_have_the_dtype_of_mixed_precision():
+    """Their spec too, from which DTensor derives the dtypes of results."""
+    policy, seen = MixedPrecisionPolicy(torch.bfloat16, torch.float32), []
+
+    def look(module, _, out):
+        weight, bias = module.weight, module.bias
+        seen.extend([weight.dtype, weight._spec.tensor_meta.dtype, weight.sum() + bias.sum()])
+
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        layers = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        model = parallelize_module(_model()[0], mesh["tp"], layers)
+        fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+        model.up.register_forward_hook(look)
+        model(torch.ones(2, 6)).sum().backward()
+        weight, spec, total = seen
+        assert (weight, spec) == (torch.bfloat16, torch.bfloat16)
+        assert total._spec.tensor_meta.dtype == total.dtype == torch.bfloat16
+        grad = model.up.weight.grad
+        assert grad._spec.tensor_meta.dtype == grad.dtype == torch.float32
 
 
 def test_meshes_without_a_common_root_are_refused():

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard, random_regions
-from testkit import assert_bitwise, each_rank, fake_mesh
+from testkit import TORCH_RELEASE, assert_bitwise, each_rank, fake_mesh
 
 R = Replicate()
 LAYOUTS = {
@@ -53,6 +53,8 @@ def test_every_rank_draws_its_part_of_one_devices_numbers(name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_without_dist_rng_a_rank_draws_its_shard_with_its_own_generator(name):
     mesh_shape, placements = LAYOUTS[name]
+    if TORCH_RELEASE < (2, 12) and name.startswith("interleaved"):
+        pytest.skip("torch 2.11 has no strategy for exponential_, which interleaved shards take")
     for _rank, mesh in each_rank(mesh_shape):
         drawn = distribute_tensor(torch.zeros(12, 8), mesh, placements, src_data_rank=None)
         torch.manual_seed(7)

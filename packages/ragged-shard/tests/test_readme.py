@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from testkit import TORCH_RELEASE
 from testkit.inspection.readme import blocks, examples, page_examples, run_examples
 
 PAGE = (Path(__file__).parents[3] / "docs/packages/ragged-shard/details.md").read_text()
@@ -20,7 +21,11 @@ def shown(text):
 
 
 def test_examples_run(tmp_path):
-    run_examples(EXAMPLES, tmp_path)
+    # The page of a first change adds a rule for flip, which torch 2.11 has no strategy for.
+    lacking = [".flip("] if TORCH_RELEASE < (2, 12) else []
+    run = [one for one in EXAMPLES if not any(name in one for name in lacking)]
+    assert len(run) == len(EXAMPLES) - len(lacking)
+    run_examples(run, tmp_path)
 
 
 def test_the_picture_of_a_placement_is_what_its_example_prints(tmp_path, capfd):

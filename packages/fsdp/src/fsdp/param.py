@@ -36,6 +36,7 @@ from fsdp.mesh import (
     block_on_inner_axes,
     checked_mesh,
     placement_of,
+    spec_with_dtype,
 )
 from fsdp.mesh.granularity import Whole, block_size
 from fsdp.quantized.arguments import checked_block, checked_tiles
@@ -206,7 +207,8 @@ class FSDPParam:
     def init_unsharded_param(self, tensor: torch.Tensor) -> None:
         """Makes the unsharded parameter from a tensor in memory that all-gathers fill."""
         if self.placement is not None and self.placement.grad_spec is None:
-            tensor = DTensor(tensor, self.placement.spec, requires_grad=False)
+            spec = spec_with_dtype(self.placement.spec, tensor.dtype)
+            tensor = DTensor(tensor, spec, requires_grad=False)
         self.unsharded_param = nn.Parameter(tensor, requires_grad=self.sharded_param.requires_grad)
         set_grad_dtype(self.unsharded_param, self.unsharded_grad_dtype)
         mark_stale(self.unsharded_param, self.name)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp import api
 from fsdp.mesh.granularity import Block, Granularity, Rows, Whole
@@ -72,6 +73,8 @@ class _FullyShard:
         ignored_params: Collection[nn.Parameter] = (),
         grad_placements_fn: api.GradPlacementsFn | None = None,
         placements: str | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        offload_policy: OffloadPolicy | None = None,
     ) -> None:
         """Calls `fsdp.fully_shard` with one granularity for all parameters.
 
@@ -84,6 +87,8 @@ class _FullyShard:
             ignored_params: as of `fsdp.fully_shard`.
             grad_placements_fn: as of `fsdp.fully_shard`.
             placements: as of `fsdp.fully_shard`, by name.
+            mp_policy: as of `fsdp.fully_shard`; None: the dtypes of the parameters.
+            offload_policy: as of `fsdp.fully_shard`; None: nothing is offloaded.
 
         Raises:
             ValueError: another granularity, or other placements.
@@ -97,6 +102,8 @@ class _FullyShard:
             grad_placements_fn=grad_placements_fn,
             ignored_params=set(ignored_params),
             placements=placements,
+            mp_policy=mp_policy or MixedPrecisionPolicy(),
+            offload_policy=offload_policy or OffloadPolicy(),
         )
 
     @contextmanager

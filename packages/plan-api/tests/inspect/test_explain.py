@@ -4,7 +4,9 @@ import json
 import re
 
 import pytest
+import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api import Phase, Plan, diff, explain
@@ -79,6 +81,40 @@ def test_placements_of_other_packages_are_serialized(mesh):
     plan = Plan(mesh).shard("w", ragged.InterleavedShard(0, 3), "tp")
     plan.shard("v", ragged.RaggedShard((0,), (1, 2)), "tp")
     assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries
+
+
+def test_policies_are_serialized_and_printed_by_what_differs_from_the_default(mesh):
+    plan = Plan(mesh).fully_shard(
+        "a", "dp", mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
+    )
+    plan.fully_shard("", "dp", offload_policy=CPUOffloadPolicy())
+    again = Plan.from_json(plan.to_json(), mesh)
+    assert again.entries == plan.entries
+    assert "param_dtype=torch.bfloat16, cast_forward_inputs=False)" in str(again.entries[0])
+    assert "CPUOffloadPolicy()" in str(again.entries[1])
+    policy = dict(again.entries[0].options)["mp_policy"].make()
+    assert policy == MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
+    unknown = plan.to_json().replace('"param_dtype"', '"weights"')
+    with pytest.raises(
+        ValueError, match=r"mp_policy: expected a policy of this torch, got .*weigh"
+    ):
+        Plan.from_json(unknown, mesh)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mp_policy": torch.bfloat16}, "mp_policy: expected MixedPrecisionPolicy of torch, got"),
+        ({"offload_policy": True}, "expected OffloadPolicy or CPUOffloadPolicy of torch, got T"),
+        (
+            {"mp_policy": MixedPrecisionPolicy(lambda param: torch.bfloat16)},
+            r"fully_shard\('a'\): mp_policy: expected dtypes and flags, .* got param_dtype=<func",
+        ),
+    ],
+)
+def test_policies_that_a_plan_cannot_store_are_refused(mesh, options, message):
+    with pytest.raises(ValueError, match=message):
+        Plan(mesh).fully_shard("a", "dp", **options)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp import FSDPModule
@@ -28,6 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING),
 ]
 
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 LAYER = r"model\.layers\.\d+"
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout": 0.1}
 
@@ -72,11 +74,14 @@ CASES = {
     "llama, DDP": (llama, partial(_llama, placements="ddp")),
     "llama, tied": (partial(llama, tie_word_embeddings=True), _llama),
     "llama, an eager fallback": (llama, _fallback),
+    "llama, bfloat16": (llama, partial(_llama, mp_policy=BF16)),
+    "llama, offloaded": (llama, partial(_llama, offload_policy=CPUOffloadPolicy(pin_memory=False))),
     "gpt2": (models.gpt2, _gpt2),
     "mixtral": (mixtral, _mixtral),
     "mixtral, experts divided along dp": (mixtral, partial(_mixtral, ep="dp")),
 }
 FAST = (
+    "llama, bfloat16",
     "llama, layers by ZeRO-2",
     "llama, an eager fallback",
     "mixtral, experts divided along dp",

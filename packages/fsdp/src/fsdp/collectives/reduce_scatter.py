@@ -9,17 +9,16 @@ Note: the path of a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from dbuffer import BufferMemory, DBuffer, Handle
 from fsdp.collectives.comm import BufferSpec, CommStreams
 from fsdp.collectives.grad_dtype import promoted
 from fsdp.collectives.stages import GroupStage, group_stage
+from fsdp.mesh import spec_with_dtype
 from fsdp.param import FSDPParam, param_names
 
 __all__ = ["GradientSpec", "GroupReduceScatter", "ShardView"]
@@ -434,7 +433,8 @@ class GroupReduceScatter:
             sharded_grad = source.as_strided(view.shape, view.stride, begin + view.offset)
             if flat is None:
                 sharded_grad = self._to_sharded_grad(sharded_grad, dtypes[i])
-            spec = _spec(param, sharded_grad.dtype)
+            assert isinstance(param, DTensor)
+            spec = spec_with_dtype(param._spec, sharded_grad.dtype)
             if param.grad is None:
                 param.grad = DTensor(sharded_grad, spec, requires_grad=False)
             elif isinstance(param.grad, DTensor) and param.grad.placements == spec.placements:
@@ -469,12 +469,3 @@ class GroupReduceScatter:
             hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
             for hook in list(hooks.values()):
                 hook(param)
-
-
-def _spec(param: nn.Parameter, dtype: torch.dtype) -> Any:
-    """Returns the spec of a sharded parameter, for a gradient of a dtype."""
-    assert isinstance(param, DTensor)
-    spec = param._spec
-    if spec.tensor_meta is None or spec.tensor_meta.dtype == dtype:
-        return spec
-    return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))

@@ -16,7 +16,12 @@ from fsdp.mesh.data_parallel import (
     replica_mesh,
     sharded_placements,
 )
-from fsdp.mesh.placement import ParamPlacement, block_on_inner_axes, placement_of
+from fsdp.mesh.placement import (
+    ParamPlacement,
+    block_on_inner_axes,
+    placement_of,
+    spec_with_dtype,
+)
 from fsdp.mesh.roles import STRATEGIES, Roles, checked_roles
 from fsdp.mesh.spmd import check_on_spmd_mesh, data_parallel_mesh
 
@@ -39,5 +44,6 @@ __all__ = [
     "post_forward_mesh",
     "replica_mesh",
     "sharded_placements",
+    "spec_with_dtype",
     "typed_as_local",
 ]

@@ -25,7 +25,7 @@ from dbuffer import Inner
 from fsdp.mesh.annotations import Annotation
 from ragged_shard import RaggedShard, dim_of, even_shape, largest_shape
 
-__all__ = ["ParamPlacement", "block_on_inner_axes", "placement_of"]
+__all__ = ["ParamPlacement", "block_on_inner_axes", "placement_of", "spec_with_dtype"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,3 +237,10 @@ def block_on_inner_axes(placement: ParamPlacement, block: int) -> int:
         if dim is not None and dim > 0:
             block = math.lcm(block, math.prod(placement.shape[dim:]))
     return max(1, min(block, math.prod(placement.shape)))
+
+
+def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Returns a spec for a tensor of a dtype: operators derive their results' dtypes from it."""
+    if spec.tensor_meta is None or spec.tensor_meta.dtype == dtype:
+        return spec
+    return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))

@@ -31,10 +31,11 @@ def find_fully_shard(entry: FullyShard) -> Callable[..., Any]:
 
     It is called as ``fully_shard(module, mesh=, granularity=, reshard_after_forward=)``, with
     ``ignored_params=`` where the plan itself shards parameters along the mesh's axes, and
-    ``placements=`` where the entry has them. Its ``check(granularity=)``, if it has one, raises
-    ValueError for an unknown granularity. With placements it also takes ``placements=``,
-    ``reshard_after_forward=``, ``ndim=``, the number of the mesh's axes, and ``other_axes=``, the
-    names of those that the plan has beside them, and raises for placements that these refuse.
+    ``placements=``, ``mp_policy=`` and ``offload_policy=`` where the entry has them. Its
+    ``check(granularity=)``, if it has one, raises ValueError for an unknown granularity. With
+    placements it also takes ``placements=``, ``reshard_after_forward=``, ``ndim=``, the number of
+    the mesh's axes, and ``other_axes=``, the names of those that the plan has beside them, and
+    raises for placements that these refuse.
 
     Static mode adds ``grad_placements_fn=``, which returns the placements of a parameter's gradient
     (modules compute with its local tensor then), or None (with the DTensor). ``unsharded(model)``

@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from plan_api.lowering.fully_shard import find_fully_shard, is_sharded_by_plan
 from plan_api.lowering.ir import FullyShard, Schedule
 from plan_api.lowering.model_names import is_inside
+from plan_api.spec.policies import PolicyValue
 
 __all__ = ["apply_fully_shard"]
 
@@ -42,7 +43,10 @@ def apply_fully_shard(
     meshes: dict[tuple[Any, ...], DeviceMesh] = {}
     for path in sorted(entries, key=lambda path: -path.count(".") if path else 1):
         entry = entries[path]
-        options = dict(entry.options)
+        options = {
+            name: value.make() if isinstance(value, PolicyValue) else value
+            for name, value in entry.options
+        }
         key = entry.axes, options.pop("flat", False), options.pop("replicate", 1)
         if key not in meshes:
             meshes[key] = _mesh_of(entry, mesh)

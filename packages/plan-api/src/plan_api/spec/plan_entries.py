@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -21,6 +22,7 @@ from plan_api.spec.arguments import Axes, Placements, check_indexed_placements, 
 from plan_api.spec.axes import axis_names, resolve_axes
 from plan_api.spec.entry import Entry, EntryKind, Phase
 from plan_api.spec.path import PathKind, parse_path
+from plan_api.spec.policies import PolicyValue
 from plan_api.spec.source_location import call_location
 
 __all__ = ["ContextMethod", "PlanEntries", "SequenceOrder"]
@@ -277,6 +279,8 @@ class PlanEntries:
         flat: bool = False,
         replicate: int = 1,
         placements: str | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        offload_policy: OffloadPolicy | None = None,
     ) -> Self:
         """Applies the fsdp package to modules, after all other parameters are placed.
 
@@ -294,9 +298,14 @@ class PlanEntries:
                 axis, on which the batch is sharded once).
             placements: of parameters, gradients and optimizer state, as the package names them:
                 "zero1", "zero2", "hfsdp"; None: all are sharded.
+            mp_policy: torch's: dtypes of parameters while modules run, of reductions and outputs.
+                None: those of the parameters.
+            offload_policy: torch's: ``CPUOffloadPolicy()`` keeps shards and gradients on the host.
+                None: they are on the mesh's device.
 
         Raises:
-            ValueError: as `shard`; or the path names a tensor. `parallelize` refuses a granularity
+            ValueError: as `shard`; or the path names a tensor; or a policy is none of torch's, or
+                has a function, which `to_json` cannot write. `parallelize` refuses a granularity
                 or placements that the package does not have on these axes, and parameters with
                 phases along the same axes.
         """
@@ -315,6 +324,9 @@ class PlanEntries:
             replicate = operator.index(replicate)
         options |= {"replicate": replicate} if replicate != 1 else {}
         options |= {"placements": placements} if placements is not None else {}
+        for name, policy in (("mp_policy", mp_policy), ("offload_policy", offload_policy)):
+            if policy is not None:
+                options[name] = PolicyValue.of(f"fully_shard({path!r})", name, policy)
         return self._add(EntryKind.FULLY_SHARD, path, mesh, None, options=options)
 
     def eager(self, path: str) -> Self:

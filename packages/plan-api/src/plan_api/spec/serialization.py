@@ -18,6 +18,7 @@ from plan_api.spec.axes import resolve_axes
 from plan_api.spec.entry import Entry, EntryKind, Phase
 from plan_api.spec.path import parse_path
 from plan_api.spec.placements import format_placement
+from plan_api.spec.policies import POLICIES, PolicyValue
 
 __all__ = ["entries_from_json", "entries_to_json"]
 
@@ -37,6 +38,7 @@ _OPTIONS = {
         "flat",
         "replicate",
         "placements",
+        *POLICIES,
     ),
     EntryKind.CONTEXT: ("method", "order", "heads"),
     EntryKind.SEQUENCE: ("order", "shift"),
@@ -63,7 +65,10 @@ def entries_to_json(entries: tuple[Entry, ...], mesh: DeviceMesh, cover: bool) -
             if placements is not None:
                 row[name] = [_to_json(placement) for placement in placements]
         if entry.options:
-            row["options"] = dict(entry.options)
+            row["options"] = {
+                name: value.to_json() if isinstance(value, PolicyValue) else value
+                for name, value in entry.options
+            }
         rows.append(row | {"phase": entry.phase.value, "line": entry.line})
     shape = dict(zip(mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True))
     plan = {"version": _VERSION, "mesh": shape, "cover": cover, "entries": rows}
@@ -107,7 +112,10 @@ def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool]:
         axes = resolve_axes(row["axes"], mesh, what)
         phase = Phase(_among(row["phase"], [phase.value for phase in Phase], f"{what}: phase"))
         line = row.get("line", "")
-        options = tuple(row.get("options", {}).items())
+        options = tuple(
+            (name, PolicyValue.from_json(what, name, value) if name in POLICIES else value)
+            for name, value in row.get("options", {}).items()
+        )
         entries.append(
             Entry(kind, path, axes, dst, **lists, phase=phase, line=line, options=options)
         )

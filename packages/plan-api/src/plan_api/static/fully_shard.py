@@ -81,7 +81,9 @@ class FullyShardedParams:
         """
         return {
             id(param): nn.Parameter(
-                DTensor(param.detach(), self._specs[name], requires_grad=False),
+                DTensor(
+                    param.detach(), _with_dtype(self._specs[name], param.dtype), requires_grad=False
+                ),
                 requires_grad=param.requires_grad,
             )
             for name, param in model.named_parameters()
@@ -105,4 +107,12 @@ class FullyShardedParams:
     def _grad_as_dtensor(self, name: str, grad: torch.Tensor) -> DTensor:
         if isinstance(grad, DTensor):  # of a module that runs on DTensors
             return grad
-        return DTensor(grad, self._grad_specs[name], requires_grad=False)
+        return DTensor(grad, _with_dtype(self._grad_specs[name], grad.dtype), requires_grad=False)
+
+
+def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Returns a spec for a tensor of a dtype, which mixed precision changes."""
+    meta: Any = spec.tensor_meta
+    if meta.dtype == dtype:
+        return spec
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=dtype))
