@@ -234,7 +234,7 @@ def test_a_plain_tensor_beside_a_dtensor_is_refused_in_the_same_words(mesh):
     assert left("plain tensor") > 0
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_forward_mode_derivatives(mesh):
     def refuse():  # torch 2.13 has no sharding strategy for what make_dual asks
         with pytest.raises(NotImplementedError) as error, forward_ad.dual_level():
