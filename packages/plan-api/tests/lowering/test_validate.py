@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 from plan_api import Phase, Plan, lower, parallelize
@@ -85,6 +87,17 @@ def test_fully_shard_of_a_module_twice_is_an_override(mesh):
     assert (
         lower(Plan(mesh).fully_shard("", "dp").fully_shard("", "dp"), TwoLinears()).overrides == ()
     )
+
+
+def test_mixed_precision_beside_parameters_that_keep_their_dtype_is_refused(mesh):
+    pytest.importorskip("fsdp")
+    policy = MixedPrecisionPolicy(torch.bfloat16)
+    plan = Plan(mesh).shard("up.weight", S0, "dp").fully_shard("", "dp", mp_policy=policy)
+    message = "no parameter .* along dp, .* get inputs in .*bfloat16, got up.weight in .*float32"
+    _refused(TwoLinears(), plan, message)
+    assert lower(plan, TwoLinears().to(torch.bfloat16)).fully_sharded
+    other = Plan(mesh).shard("up.weight", S0, "tp").fully_shard("", "dp", mp_policy=policy)
+    assert lower(other, TwoLinears()).fully_sharded
 
 
 @pytest.mark.parametrize(

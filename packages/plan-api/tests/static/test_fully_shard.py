@@ -6,9 +6,10 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fsdp import FSDPModule
 from plan_api import (
@@ -173,6 +174,27 @@ def test_replicas_microbatches_and_deferred_parameters_train_bit_for_bit_as_in_e
             assert losses[-1] != losses[0], name
         for name, losses in not_deferred.items():
             assert found[name][1] == losses, name
+
+
+def test_the_guard_casts_inputs_and_outputs_as_mixed_precision_does():
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        plan = Plan(mesh).shard("<in>", Shard(0), "dp").annotate("<out>", Shard(0), "dp")
+        plan.annotate(r".*\.grad", Partial(), "dp").fully_shard("", "dp", mp_policy=policy)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        model, seen = parallelize(model, plan, mode="static", guard_steps=1), []
+        model[0].register_forward_hook(lambda _, args, out: seen.append((args[0].dtype, out.dtype)))
+        out = model(torch.randn(4, 4))
+        out.to_local().sum().backward()
+        return seen, out.dtype, {param.grad.dtype for param in model.parameters()}
+
+    for seen, dtype, of_grads in run_ranks(check, 2):
+        assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
+        assert len(seen) == 2  # in the check, and in the call itself
+        assert dtype == torch.float32
+        assert of_grads == {torch.float32}
 
 
 @pytest.mark.parametrize("shape", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)

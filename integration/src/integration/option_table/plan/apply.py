@@ -139,7 +139,7 @@ def _shard_batch(plan: Plan, options: Mapping[str, Any]) -> None:
     else:
         plan.redistribute("<out>", _ROWS, _REPLICATED, "dp", grad_src=_REPLICATED, grad_dst=_ROWS)
     if "fully_shard" in options:
-        names = ("reshard_after_forward", "granularity", "replicate", "flat")
+        names = ("reshard_after_forward", "granularity", "replicate", "flat", "mp_policy")
         arguments = {name: options[name] for name in names if name in options}
         for path in ("mlp", ""):
             plan.fully_shard(path, along, **arguments)

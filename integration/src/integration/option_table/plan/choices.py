@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from integration.option_table import pairwise
 from integration.option_table.pairwise import Choice, Completion, Pair, Run, merged, rank_choice
@@ -20,14 +22,17 @@ from testkit import Collective, fake_mesh
 
 _MOST_RANKS = 4
 _MAX_CHOICES = 16  # of a run, so that the cause of a failure can be found
-_TOLERANCE = 1e-5
 _SMALL = 0.0005  # megabytes of gradients, of which the model has more
 _MATRIX = 2 * WIDTH * WIDTH  # elements of each of the MLP's
 
 
 def is_right(ranks: tuple[PlanObservation, ...], options: Mapping[str, Any]) -> bool:
     """Returns whether gradients and weights after three steps are one device's."""
-    return all(rank.error < _TOLERANCE for rank in ranks)
+    return all(rank.error < _tolerance(options) for rank in ranks)
+
+
+def _tolerance(options: Mapping[str, Any]) -> float:
+    return 5e-2 if "mp_policy" in options else 1e-5  # bfloat16
 
 
 def _count(calls: tuple[Collective, ...], *kinds: str) -> int:
@@ -120,7 +125,7 @@ PARALLELIZE: tuple[Choice, ...] = (
     rank_choice(
         "src_data_rank=1",
         "weights are those that rank 1 has drawn",
-        lambda seen, options: seen.error < _TOLERANCE,
+        lambda seen, options: seen.error < _tolerance(options),
         src_data_rank=1,
     ),
     rank_choice(
@@ -249,6 +254,12 @@ PLAN: tuple[Choice, ...] = (
         "fully_shard(replicate=2)", "each rank has a copy",
         lambda seen, options: _whole_at_rest(seen, options),
         **_FULLY, replicate=2,
+    ),
+    rank_choice(
+        "fully_shard(mp_policy=MixedPrecisionPolicy(torch.bfloat16))",
+        "the MLP computes in bfloat16",
+        lambda seen, options: seen.mlp_dtype == torch.bfloat16,
+        **_FULLY, mp_policy=MixedPrecisionPolicy(torch.bfloat16),
     ),
     rank_choice(
         "fully_shard(flat=True)", "a quarter of the parameters, about",

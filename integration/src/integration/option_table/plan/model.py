@@ -95,7 +95,7 @@ class ScaledByPosition(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Takes and returns (batch, tokens, WIDTH)."""
         self.factors = torch.arange(WIDTH)
-        out: Tensor = x * (1 + self.factors / WIDTH)
+        out: Tensor = x * (1 + self.factors / WIDTH).to(x.dtype)
         return out
 
 

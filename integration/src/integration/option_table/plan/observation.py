@@ -49,6 +49,7 @@ class PlanObservation:
         output_shape: local shape of the model's output.
         mlp_shape: local shape of the MLP's output.
         mlp_is_plain: whether the MLP's Linears compute on plain tensors.
+        mlp_dtype: in which the MLP's Linears compute.
         is_plain: whether the first Linear computes on plain tensors.
         attention_shape: local shape of attention's input.
         gathered: elements of the weight of a Linear of the MLP after forward.
@@ -75,6 +76,7 @@ class PlanObservation:
     output_shape: tuple[int, ...]
     mlp_shape: tuple[int, ...]
     mlp_is_plain: bool
+    mlp_dtype: torch.dtype
     is_plain: bool
     attention_shape: tuple[int, ...]
     gathered: int
@@ -136,6 +138,7 @@ class _PlanHooks:
         self._before("is_plain", model.first, lambda x: not isinstance(x, DTensor))
         self._before("input_shape", model.first, _shape)
         self._before("mlp_is_plain", model.mlp.down, lambda x: not isinstance(x, DTensor))
+        self._before("mlp_dtype", model.mlp.down, lambda x: x.dtype)
         self._before("attention_shape", model.attention, _shape)
         self._after("mlp_shape", model.mlp, _shape)
         self._after(

@@ -23,7 +23,7 @@ from plan_api.lowering.expert_indices import (
     experts_of_ranks,
     indexing_steps,
 )
-from plan_api.lowering.fully_shard import entry_for, find_fully_shard
+from plan_api.lowering.fully_shard import entry_for, find_fully_shard, is_sharded_by_plan
 from plan_api.lowering.ir import (
     EntryRef,
     FullyShard,
@@ -65,6 +65,7 @@ def validate(
         _check_options(entry, mesh)
         _check_replicate(entry, mesh)
     _check_phases_of_fully_sharded(ops, schedules, fully_sharded, mesh)
+    _check_dtypes_of_fully_sharded(model, schedules, fully_sharded, mesh)
     _check_interleaved_dims(ops, schedules, mesh)
     _check_local_regions(ops)
     _check_orders(ops)
@@ -210,6 +211,28 @@ def _check_phases_of_fully_sharded(
                 f"{entry.description}: expected no phases along {', '.join(both)} for {name}, "
                 f"which fully_shard gathers and shards there itself, got {phases}; leave out one "
                 f"of them"
+            )
+
+
+def _check_dtypes_of_fully_sharded(
+    model: nn.Module,
+    schedules: Mapping[str, Schedule],
+    fully_sharded: Mapping[str, FullyShard],
+    mesh: DeviceMesh,
+) -> None:
+    """Refuses mixed precision beside parameters that fully_shard leaves in another dtype."""
+    for name, param in model.named_parameters():
+        entry = entry_for(name, fully_sharded)
+        if entry is None or not is_sharded_by_plan(name, entry, schedules, mesh):
+            continue
+        policy = dict(entry.options).get("mp_policy")
+        dtype = None if policy is None else policy.make().param_dtype
+        if param.is_floating_point() and dtype not in (None, param.dtype):
+            raise ValueError(
+                f"{entry.description}: expected no parameter that the plan shards along "
+                f"{', '.join(entry.axes)}, as fully_shard leaves those in their dtype, and modules "
+                f"get inputs in {dtype}, got {name} in {param.dtype}; shard it along another axis, "
+                f"with an entry of fully_shard of its own, or leave out mp_policy"
             )
 
 

@@ -6,7 +6,7 @@ runs it is the local tensor that the ranks of data parallelism have gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.fully_shard import find_fully_shard
 from plan_api.lowering.ir import Lowered, gradient_placements
+from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.fully_shard import apply_fully_shard
 from plan_api.spec.axes import axis_names
 
@@ -90,6 +92,23 @@ class FullyShardedParams:
             if name in self._specs
         }
 
+    def install_casts(self, shadow: nn.Module) -> Iterator[RemovableHandle]:
+        """Makes a shadow model cast inputs and outputs as fully_shard does in mixed precision.
+
+        Args:
+            shadow: has none of the model's hooks.
+        """
+        for path, entry in self._entries.items():
+            policy = dict(entry.options).get("mp_policy")
+            if policy is None:
+                continue
+            made, module = policy.make(), shadow.get_submodule(path)
+            if made.cast_forward_inputs and made.param_dtype is not None:
+                cast = partial(_cast_inputs, made.param_dtype)
+                yield module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
+            if made.output_dtype is not None:
+                yield module.register_forward_hook(partial(_cast_outputs, made.output_dtype))
+
     def gradients(
         self, model: nn.Module
     ) -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], DTensor]]]:
@@ -108,6 +127,23 @@ class FullyShardedParams:
         if isinstance(grad, DTensor):  # of a module that runs on DTensors
             return grad
         return DTensor(grad, _with_dtype(self._grad_specs[name], grad.dtype), requires_grad=False)
+
+
+def _cast_inputs(
+    dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    cast: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(
+        (args, kwargs), partial(_cast, dtype)
+    )
+    return cast
+
+
+def _cast_outputs(dtype: torch.dtype, _: nn.Module, __: Any, output: Any) -> Any:
+    return map_tensors(output, partial(_cast, dtype))
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:

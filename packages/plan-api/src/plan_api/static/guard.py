@@ -137,6 +137,7 @@ class Guard:
         sites, indices = self._lowered.sites, self._lowered.indices
         schedules = self._lowered.schedules
         handles = [*install_eager(shadow, sites, schedules, indices, self._mesh, SiteCoverage([]))]
+        handles += self._fully_sharded.install_casts(shadow)
         local_params = {**self._gradients.by_name(), **self._fully_sharded.gradients(model)}
         try:
             return compare_modes(shadow, model, local_params, self._mesh, args, kwargs)
