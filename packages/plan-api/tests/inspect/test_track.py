@@ -260,7 +260,7 @@ def leftovers(model):
         hooks,
         len(_global_optimizer_pre_hooks),
         _get_current_dispatch_mode(),
-        attribution._observer,
+        attribution.observer,
     )
 
 
