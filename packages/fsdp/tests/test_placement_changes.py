@@ -242,19 +242,22 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "names"),
+    ("optimizer", "names", "blocks"),
     [
-        pytest.param("Muon", BOTH, id="Muon"),
-        *(pytest.param(one, STAYS, id=f"{one}, all", marks=pytest.mark.slow) for one in OPTIMIZERS),
+        pytest.param("Muon", BOTH, 1, id="Muon"),
+        *(
+            pytest.param(one, STAYS, 3, id=f"{one}, all", marks=pytest.mark.slow)
+            for one in OPTIMIZERS
+        ),
     ],
 )
-def test_optimizers_have_the_bits_of_fsdp(optimizer, names):
+def test_optimizers_have_the_bits_of_fsdp(optimizer, names, blocks):
     def check():
         how = {"make_optimizer": OPTIMIZERS[optimizer], "steps": 3}
-        wanted = losses(shard("zero3", stack()), **how)
-        replicas = losses(shard("hsdp", stack()), **how)
+        wanted = losses(shard("zero3", stack(blocks)), **how)
+        replicas = losses(shard("hsdp", stack(blocks)), **how)
         for name in names:
-            found = losses(shard(name, stack()), **how)
+            found = losses(shard(name, stack(blocks)), **how)
             assert torch.equal(found, replicas if name == "hfsdp" else wanted)
 
     run_ranks(check, 4, timeout=200)
@@ -289,29 +292,29 @@ OF_HFSDP = {
 }
 
 
-def slow(option):
-    """The marks of an option's test; skipped where torch has no HFSDP if it is one of HFSDP."""
-    marks = [] if option == "quantized" else [pytest.mark.slow]
-    return [*marks, needs_ordered_ranks] if option in OF_HFSDP else marks
-
-
 @pytest.mark.parametrize(
-    ("option", "names"),
+    ("option", "names", "blocks"),
     [
-        pytest.param("offload", BOTH, id="offload"),
-        *(pytest.param(one, STAYS, id=f"{one}, all", marks=slow(one)) for one in OPTIONS),
-        *(pytest.param(one, ("hfsdp",), id=one, marks=slow(one)) for one in OF_HFSDP),
+        pytest.param("offload", BOTH, 1, id="offload"),
+        pytest.param("quantized", ("hfsdp",), 1, id="quantized", marks=needs_ordered_ranks),
+        *(pytest.param(one, STAYS, 3, id=f"{one}, all", marks=pytest.mark.slow) for one in OPTIONS),
+        *(
+            pytest.param(
+                one, ("hfsdp",), 3, id=f"{one}, all", marks=[pytest.mark.slow, needs_ordered_ranks]
+            )
+            for one in OF_HFSDP
+        ),
     ],
 )
-def test_options_have_the_bits_of_fsdp(option, names):
+def test_options_have_the_bits_of_fsdp(option, names, blocks):
     def check():
         options, how = (OPTIONS | OF_HFSDP)[option]
         how, wanted = {"steps": 3} | how, {}
         for name in names:
             like = "hsdp" if name == "hfsdp" else "zero3"
             if like not in wanted:
-                wanted[like] = losses(shard(like, stack(), **options), **how)
-            found = losses(shard(name, stack(), **options), **how)
+                wanted[like] = losses(shard(like, stack(blocks), **options), **how)
+            found = losses(shard(name, stack(blocks), **options), **how)
             assert torch.equal(found, wanted[like]), name
 
     run_ranks(check, 4, timeout=200)
