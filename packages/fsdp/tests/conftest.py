@@ -12,6 +12,8 @@ preload(
     "fsdp.optim",
     "ragged_shard.patches",
     "testkit.models.residual_stack",
+    "testkit.sim.ranks",
+    "pytest",  # which ranks import with each module of tests
     "transformers.models.llama.modeling_llama",
 )
 

@@ -1,8 +1,5 @@
 """Private interfaces of torch, and differences between its versions, are as _compat.py expects."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
@@ -14,7 +11,7 @@ import fsdp
 from fsdp import _compat
 from fsdp.checkpoint.folder import dtypes
 from fsdp.private_names import ModuleNames
-from testkit import run_ranks
+from testkit import run_python, run_ranks
 from testkit.models.residual_stack import batch, shard, stack
 
 BOTH = (fsdp, torch_fsdp)
@@ -112,7 +109,8 @@ def test_data_parallel_mesh_dims_is_torchs_class_where_torch_has_it():
 
 
 def test_data_parallel_mesh_dims_without_torchs_class():
-    subprocess.run([sys.executable, "-c", MESH_DIMS], check=True)
+    done = run_python("-c", MESH_DIMS, preloaded=False)  # where fsdp is not imported yet
+    assert not done.returncode, done.stderr
 
 
 def test_every_method_of_torchs_fsdp_module_is_overridden():

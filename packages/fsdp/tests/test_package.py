@@ -14,4 +14,4 @@ def test_version_is_that_of_the_installed_distribution():
 
 
 def test_import_loads_only_required_sibling_packages():
-    assert not loaded_by("import fsdp") & NOT_LOADED
+    assert not loaded_by("import fsdp", after_torch=True) & NOT_LOADED

@@ -26,21 +26,23 @@ ONE_OF_EACH = [
     pytest.param("hfsdp", marks=needs_ordered_ranks),
     *(pytest.param(one, marks=pytest.mark.slow) for one in ("ddp", "zero1")),
 ]
+BOTH = tuple(name for name in STAYS if name in ("zero2", "hfsdp"))
 
 
 def shard(name, model=None, **options):
+    """Shards a block and the root around it, or a model, on 4 ranks."""
     two_axes = name in ("hsdp", "hfsdp")
     names = ("replicate", "shard") if two_axes else ("shard",)
     mesh = init_device_mesh("cpu", (2, 2) if two_axes else (4,), mesh_dim_names=names)
     # The root of FSDP's strategies would stay unsharded after an evaluation.
     reshard = None if name in STAYS[:3] else True
     options = {"mesh": mesh, "strategy": "native", "reshard_after_forward": reshard} | options
-    return residual_stack.shard(fsdp, model or stack(), placements=name, **options)
+    return residual_stack.shard(fsdp, model or stack(1), placements=name, **options)
 
 
 def expected(model, x):
     """What an unsharded stack with the sharded parameters computes."""
-    plain = stack()
+    plain = stack(1)
     with torch.no_grad():
         for param, sharded in zip(plain.parameters(), model.parameters(), strict=True):
             param.copy_(sharded.full_tensor())
@@ -135,7 +137,7 @@ def test_evaluation_gathers_once_and_sees_each_change(name, param_dtype):
                 assert again.counts() == first.counts(), change.__name__
         return first.counts().get("all_gather", 0)
 
-    gathers = 4 if name == "hfsdp" else 0  # over the shards, as HSDP
+    gathers = 2 if name == "hfsdp" else 0  # over the shards, as HSDP
     assert run_ranks(check, 4, timeout=200) == [gathers] * 4
 
 
@@ -176,7 +178,7 @@ def test_modules_have_sharded_parameters_after_forward(name):
 @pytest.mark.slow
 def test_checkpoints_of_each_strategy_load_into_each_other(tmp_path):
     def make(name):
-        model = shard(name)
+        model = shard(name, stack())
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def step(model, optimizer, number):
@@ -240,16 +242,23 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    ["Muon", *(pytest.param(one, marks=pytest.mark.slow) for one in ("SGD", "Adam8bit", "SOAP"))],
+    ("optimizer", "names", "blocks"),
+    [
+        pytest.param("Muon", BOTH, 1, id="Muon"),
+        *(
+            pytest.param(one, STAYS, 3, id=f"{one}, all", marks=pytest.mark.slow)
+            for one in OPTIMIZERS
+        ),
+    ],
 )
-def test_optimizers_have_the_bits_of_fsdp(optimizer):
+def test_optimizers_have_the_bits_of_fsdp(optimizer, names, blocks):
     def check():
         how = {"make_optimizer": OPTIMIZERS[optimizer], "steps": 3}
-        wanted = losses(shard("zero3"), **how)
-        replicas = losses(shard("hsdp"), **how)
-        for name in STAYS:
-            assert torch.equal(losses(shard(name), **how), replicas if name == "hfsdp" else wanted)
+        wanted = losses(shard("zero3", stack(blocks)), **how)
+        replicas = losses(shard("hsdp", stack(blocks)), **how)
+        for name in names:
+            found = losses(shard(name, stack(blocks)), **how)
+            assert torch.equal(found, replicas if name == "hfsdp" else wanted)
 
     run_ranks(check, 4, timeout=200)
 
@@ -283,31 +292,30 @@ OF_HFSDP = {
 }
 
 
-MORE_OPTIONS = (
-    *("exchange", "rows", "whole", "prefetch"),
-    *("gathered over two after forward", "kept after forward"),
-)
-
-
-def marks_of(option):
-    """Of its test: slow, skipped where torch has no HFSDP, both or neither."""
-    slow = [pytest.mark.slow] if option in MORE_OPTIONS else []
-    return [*slow, needs_ordered_ranks] if option in OF_HFSDP else slow
-
-
 @pytest.mark.parametrize(
-    "option",
-    [pytest.param(option, marks=marks_of(option)) for option in (*OPTIONS, *OF_HFSDP)],
+    ("option", "names", "blocks"),
+    [
+        pytest.param("offload", BOTH, 1, id="offload"),
+        pytest.param("quantized", ("hfsdp",), 1, id="quantized", marks=needs_ordered_ranks),
+        *(pytest.param(one, STAYS, 3, id=f"{one}, all", marks=pytest.mark.slow) for one in OPTIONS),
+        *(
+            pytest.param(
+                one, ("hfsdp",), 3, id=f"{one}, all", marks=[pytest.mark.slow, needs_ordered_ranks]
+            )
+            for one in OF_HFSDP
+        ),
+    ],
 )
-def test_options_have_the_bits_of_fsdp(option):
+def test_options_have_the_bits_of_fsdp(option, names, blocks):
     def check():
         options, how = (OPTIONS | OF_HFSDP)[option]
         how, wanted = {"steps": 3} | how, {}
-        for name in ("hfsdp",) if option in OF_HFSDP else STAYS:
+        for name in names:
             like = "hsdp" if name == "hfsdp" else "zero3"
             if like not in wanted:
-                wanted[like] = losses(shard(like, **options), **how)
-            assert torch.equal(losses(shard(name, **options), **how), wanted[like]), name
+                wanted[like] = losses(shard(like, stack(blocks), **options), **how)
+            found = losses(shard(name, stack(blocks), **options), **how)
+            assert torch.equal(found, wanted[like]), name
 
     run_ranks(check, 4, timeout=200)
 
@@ -331,7 +339,7 @@ def test_recomputed_modules_and_several_forwards_before_backward(name):
 def test_parameters_on_meta_are_materialized(name):
     def check():
         with torch.device("meta"):
-            model = shard(name, stack())
+            model = shard(name)
         model.to_empty(device="cpu")
         model.load_state_dict(shard(name).state_dict())
         assert torch.equal(losses(model, steps=2), losses(shard(name), steps=2))
@@ -385,7 +393,7 @@ def test_hfsdp_on_a_mesh_of_all_parallelism():
         dims = DataParallelMeshDims(shard="inner", replicate="outer")
         found = []
         for name in ("hsdp", "hfsdp"):
-            model = stack()
+            model = stack(1)
             for module in model.modules():
                 for key, param in list(module._parameters.items()):
                     placed = distribute_tensor(param.detach(), mesh, [Replicate()] * 2)

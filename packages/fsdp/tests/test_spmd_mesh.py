@@ -112,7 +112,7 @@ CASES = {
     "TP x two axes shard": ({"tp": 2, "dp": 1, "cp": 2}, "tp", {"shard": ("dp", "cp")}),
     "TP x DDP": ({"tp": 2, "dp": 2}, "tp", {"replicate": "dp"}),
 }  # fmt: skip
-FAST = ("FSDP x TP", "HSDP", "two axes shard")
+FAST = ("FSDP x TP", "HSDP, two axes shard")
 
 
 @native

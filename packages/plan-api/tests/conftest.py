@@ -14,6 +14,8 @@ preload(
     "dtensor_rules.switch",
     "fused_comm.grad_reducer",
     "transformers.models.llama.modeling_llama",
+    "testkit.sim.ranks",
+    "pytest",  # which ranks import with each module of tests
 )
 
 

@@ -13,4 +13,4 @@ def test_version_is_that_of_the_installed_distribution():
 
 
 def test_importing_it_loads_no_sibling_package():
-    assert not loaded_by("import plan_api") & NOT_LOADED
+    assert not loaded_by("import plan_api", after_torch=True) & NOT_LOADED

@@ -478,8 +478,10 @@ def tied_qwen():
     return Qwen3ForCausalLM(config).train()
 
 
+llama = partial(models.llama, num_key_value_heads=4, attention_dropout=0.1)
 TRAINED = {
-    "llama": (partial(models.llama, num_key_value_heads=4, attention_dropout=0.1), weights_only),
+    "llama, one layer": (partial(llama, num_hidden_layers=1), weights_only),
+    "llama": (llama, weights_only),
     "qwen3, tied": (tied_qwen, row_outputs),
 }
 
@@ -498,7 +500,13 @@ def trained(name, steps):
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3, tied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "llama, one layer"))
+        for name in TRAINED
+    ],
+)
 def test_both_modes_train_to_the_same_bits(name):
     """Eight steps of AdamW with dropout."""
     alone = TRAINED[name][0]()

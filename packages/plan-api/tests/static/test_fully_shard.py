@@ -138,31 +138,36 @@ MORE_REPLICAS = (
 
 
 @pytest.mark.parametrize(
-    "names", [REPLICAS, pytest.param(MORE_REPLICAS, marks=pytest.mark.slow)], ids=["fast", "more"]
+    ("names", "layers"),
+    [
+        pytest.param(REPLICAS, 1, id="fast"),
+        pytest.param((*REPLICAS, *MORE_REPLICAS), 2, id="all", marks=pytest.mark.slow),
+    ],
 )
-def test_replicas_microbatches_and_deferred_parameters_train_bit_for_bit_as_in_eager(names):
+def test_replicas_microbatches_and_deferred_parameters_train_bit_for_bit_as_in_eager(names, layers):
     """HSDP by ``replicate=`` and by two axes; accumulation, also of an unsharded model."""
 
     def check():
+        make = partial(llama, num_hidden_layers=layers)
         mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
         two_axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "dp"))
         hsdp = zoo.llama(two_axes, tp=None, dp=("replica", "dp"))
         for path in (LAYER, ""):
             hsdp.fully_shard(path, ("replica", "dp"))
         unsharded = _llama(mesh, granularity=None, reshard_after_forward=False)
-        deferred = partial(deferred_init, llama)
+        deferred = partial(deferred_init, make)
         cases = {
-            "HSDP": (llama, _llama(mesh, replicate=2), {}),
-            "HSDP on two axes": (llama, hsdp, {}),
-            "accumulation": (llama, _llama(mesh), {"microbatches": 2}),
-            "accumulation, HSDP": (llama, _llama(mesh, replicate=2), {"microbatches": 2}),
-            "accumulation, not resharded": (llama, unsharded, {"microbatches": 2}),
+            "HSDP": (make, _llama(mesh, replicate=2), {}),
+            "HSDP on two axes": (make, hsdp, {}),
+            "accumulation": (make, _llama(mesh), {"microbatches": 2}),
+            "accumulation, HSDP": (make, _llama(mesh, replicate=2), {"microbatches": 2}),
+            "accumulation, not resharded": (make, unsharded, {"microbatches": 2}),
             "deferred": (deferred, _llama(mesh), {"guard_steps": None}),
             "deferred, HSDP on two axes": (deferred, hsdp, {"guard_steps": None}),
         }
         found = {name: _both_modes(*cases[name][:2], **cases[name][2]) for name in names}
         not_deferred = {
-            name: _train(parallelize(llama(), cases[name][1])).losses
+            name: _train(parallelize(make(), cases[name][1])).losses
             for name in names
             if "deferred" in name
         }

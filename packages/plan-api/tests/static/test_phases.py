@@ -123,8 +123,8 @@ def test_zero_beside_tensor_and_sequence_parallelism_trains_bit_for_bit_as_eager
         _assert_equal(found)
 
 
-def _tied():
-    return deferred_init(llama, tie_word_embeddings=True)
+def _tied(**changes):
+    return deferred_init(llama, tie_word_embeddings=True, **changes)
 
 
 def _no_sync(model, last):
@@ -150,18 +150,23 @@ FAST_OF_EACH = [
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("cases", "length"),
+    ("cases", "layers", "length"),
     [
         # A step whose collectives are logged takes four times as long.
-        pytest.param(FAST_OF_EACH, {"steps": 3, "logged": (2,)}, id="fast"),
-        pytest.param(EACH, {}, id="all", marks=pytest.mark.slow),
+        pytest.param(FAST_OF_EACH, 1, {"steps": 3, "logged": (2,)}, id="fast"),
+        pytest.param(EACH, 2, {}, id="all", marks=pytest.mark.slow),
     ],
 )
-def test_zero_1_to_3_train_bit_for_bit_as_eager_with_the_same_collectives(cases, length):
+def test_zero_1_to_3_train_bit_for_bit_as_eager_with_the_same_collectives(cases, layers, length):
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         return {
-            (zero, way): _both_modes(make, _zoo(mesh, zoo.llama, zero), **options, **length)
+            (zero, way): _both_modes(
+                partial(make, num_hidden_layers=layers),
+                _zoo(mesh, zoo.llama, zero),
+                **options,
+                **length,
+            )
             for zero, way in cases
             for make, options in [WAYS[way]]
         }

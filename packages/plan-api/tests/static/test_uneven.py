@@ -180,14 +180,18 @@ FAST = ("llama: sequence, hidden of the MLP, vocabulary", "mixtral: experts, voc
 
 def test_both_modes_train_to_the_same_bits_with_the_same_collectives():
     """Four steps of AdamW with dropout; the guard compares the first one as well."""
-    cases = {name: CASES[name] for name in FAST}
+    cases = {
+        name: (partial(make, num_hidden_layers=1), plan_of, batches)
+        for name, (make, plan_of, batches) in CASES.items()
+        if name in FAST
+    }
     for found in run_ranks(compare, 2, cases, (2,), ("tp",), timeout=300):
         assert_equal(found)
 
 
 @pytest.mark.slow
 def test_further_models_train_to_the_same_bits():
-    cases = {name: case for name, case in CASES.items() if name not in FAST}
+    cases = {name: case for name, case in CASES.items() if case[0] is llama or name not in FAST}
     for found in run_ranks(compare, 2, cases, (2,), ("tp",), timeout=300):
         assert_equal(found)
 

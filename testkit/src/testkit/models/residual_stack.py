@@ -53,7 +53,8 @@ def shard(package: Any, model: nn.Sequential, **options: Any) -> Any:
 
 def batch(step: int, rank: int | None = None) -> torch.Tensor:
     """Returns the batch of a step on a rank, by default this one: (3, 8)."""
-    torch.manual_seed(100 * step + (dist.get_rank() if rank is None else rank))
+    # Not torch.manual_seed, which notes a traceback for each device that is not initialized.
+    torch.default_generator.manual_seed(100 * step + (dist.get_rank() if rank is None else rank))
     return torch.randn(3, WIDTH)
 
 

@@ -211,15 +211,7 @@ class RaceChecker:
 
     def _access(self, report: Any, kind: Kind, stream: Stream) -> Access:
         self.accesses += 1
-        frame: Any = sys._getframe()
-        while frame is not None and frame.f_code.co_filename == __file__:
-            frame = frame.f_back
-        stack = traceback.StackSummary()
-        if frame is not None:  # otherwise autograd's thread has called it
-            frames = traceback.walk_stack(frame)
-            stack = traceback.StackSummary.extract(frames, limit=self._frames, lookup_lines=False)
-            stack.reverse()
-        first, last = report.first, report.last
+        first, last, stack = report.first, report.last, _stack(self._frames)
         return Access(kind, stream, self.accesses, first, last, report.op, stack)
 
     def _found(self, race: Race) -> None:
@@ -227,6 +219,24 @@ class RaceChecker:
         if sites not in self._seen:
             self._seen.add(sites)
             self.races.append(race)
+
+
+def _stack(limit: int) -> traceback.StackSummary:
+    """The innermost frames that called this module; none on a C++ thread of autograd.
+
+    `traceback.extract_stack` would look for each frame's file, for each access.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    frames: list[traceback.FrameSummary] = []
+    while frame is not None and len(frames) < limit:
+        code, line = frame.f_code, frame.f_lineno
+        frames.append(
+            traceback.FrameSummary(code.co_filename, line, code.co_name, lookup_line=False)
+        )
+        frame = frame.f_back
+    return traceback.StackSummary.from_list(frames[::-1])
 
 
 def _site(access: Access) -> str:
