@@ -12,8 +12,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import plan_api
@@ -47,18 +48,22 @@ def scripted(*commands, delay=0.0):
         sys.stdin = before
 
 
+# Its name until torch 2.15.
+set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+
+
 @contextlib.contextmanager
 def short_timeout():
     """Sets timeouts of the group and its store that are shorter than the session at the prompt."""
     group, store = dist.group.WORLD, _get_default_store()
     before = store.timeout
     dist.barrier()
-    _set_pg_timeout(timedelta(seconds=TIMEOUT), group)
+    set_timeout(timedelta(seconds=TIMEOUT), group)
     store.set_timeout(timedelta(seconds=TIMEOUT))
     try:
         yield
     finally:
-        _set_pg_timeout(timedelta(seconds=60), group)
+        set_timeout(timedelta(seconds=60), group)
         store.set_timeout(before)
 
 
