@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.overrides import TorchFunctionMode
 
 from plan_api import Plan, parallelize, uninstall
 from plan_api.ops.function_calls import with_wrapped
@@ -415,8 +417,27 @@ def test_functions_that_others_have_replaced_are_intercepted_by_a_mode(mesh, mon
         others.setattr(F, "embedding", lambda *args, **options: redirected(*args, **options))
         assert _finds_rows_of_one_rank(model)
     assert modes == [1, 0, 1]
+    with monkeypatch.context() as others:
+        others.setattr(F, "embedding", functools.wraps(redirected)(partial(redirected)))
+        model, _ = _lookups(mesh, lambda ids, rows: F.embedding(ids, rows))
+        assert _finds_rows_of_one_rank(model)
     uninstall()
     assert F.embedding is native
+
+
+def test_modes_of_others_see_the_functions_of_torch(mesh):
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            called.append(func)
+            return func(*args, **(kwargs or {}))
+
+    called = []
+    _lookups(mesh, lambda ids, rows: F.embedding(ids, rows))
+    redirected, native = with_wrapped(F.embedding)
+    with Calls():
+        F.embedding(torch.tensor([1]), torch.ones(2, 3))
+    assert native in called
+    assert redirected not in called
 
 
 def test_a_call_that_raises_or_leaves_for_a_child_intercepts_nothing_there(mesh):

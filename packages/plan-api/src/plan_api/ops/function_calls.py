@@ -231,16 +231,23 @@ _redirects: dict[str, _Redirect] = {}
 
 def _redirect(name: str) -> _Redirect:
     """Redirects a function of `torch.nn.functional`, once."""
-    known = _redirects.get(name)
-    if known is not None and known.is_in_place:
-        return known
     native: TorchFunction = getattr(nn.functional, name)
+    known = _redirects.get(name)
+    if known is not None and known.function in with_wrapped(native):
+        return known  # in place, or what others have put there calls it
 
     @functools.wraps(native)
     def redirected(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return native(*args, **kwargs)
-        return _running.table.get(redirected, native)(*args, **kwargs)
+        calls = _running.table.get(redirected)
+        if calls is not None:
+            return calls(*args, **kwargs)
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        if has_torch_function_unary(first):
+            # Here, as the native function would give modes its name's function, which is this one.
+            return handle_torch_function(native, (first,), *args, **kwargs)
+        return native(*args, **kwargs)
 
     setattr(nn.functional, name, redirected)
     _redirects[name] = _Redirect(name, native, redirected)
