@@ -25,7 +25,6 @@ from plan_api.static.generation.example_step import ExampleStep
 from testkit import (
     FLATTENS_TWO_SHARDED_DIMS,
     NO_FLATTENING,
-    TORCH_RELEASE,
     CommLog,
     fake_mesh,
     models,
@@ -181,8 +180,6 @@ def collectives(model, batch):
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
 )
 def test_both_modes_communicate_what_a_person_would_write(mesh, name, layers):
-    if name == "mixtral" and TORCH_RELEASE >= (2, 15):
-        pytest.skip("a limit on torch 2.15: the gradients of q, k and v are reduced one by one")
     make, plan_of, communicated = CASES[name]
     size = "n_layer" if make is make_gpt2 else "num_hidden_layers"
     make, expected = partial(make, **{size: layers}), communicated(layers)

@@ -100,6 +100,8 @@ def planned_communication(plan: Plan, step: ExampleStep) -> Plan:
             of_layer for one in found for of_layer in _in_layers_alike(one, lowered, step.model)
         )
         for one in (*alike, *found):  # what a layer asks for itself last
+            for user in one.users:
+                added.pop(user, None)
             added[one.place] = one.entry
             replaced |= {*one.users, one.place}
         planned = Plan(plan.mesh, cover=plan.cover)

@@ -59,13 +59,17 @@ def shared_redistributions(lowered: Lowered, trace: EagerTrace) -> list[SharedRe
     outputs = _partial_outputs(lowered, trace)
     if outputs:  # what follows them is placed otherwise afterwards
         return outputs
-    asked = _asked(lowered, trace)
+    asked, reduced = _asked(lowered, trace)
     found: dict[Place, SharedRedistribution] = {}
     for shared in trace.tensors:
-        for users in _equal_users(asked, shared):
+        # Entries of an earlier step, too: one of the tensor's users may ask only when others do.
+        for users in _equal_users({**reduced, **asked}, shared):
+            if users.isdisjoint(asked):
+                continue
             for place, served in shared.places_for(users).items():
                 if len(served) > 1:
-                    entry = _entry_at(place, [asked[user] for user in served], trace)
+                    entries = [asked.get(user) or reduced[user] for user in served]
+                    entry = _entry_at(place, entries, trace)
                     found[place] = SharedRedistribution(place, entry, frozenset(served))
     shared_users = {user for one in found.values() for user in one.users}
     for user, entry in asked.items():
@@ -90,9 +94,15 @@ def _partial_outputs(lowered: Lowered, trace: EagerTrace) -> list[SharedRedistri
     return found
 
 
-def _asked(lowered: Lowered, trace: EagerTrace) -> dict[Place, GeneratedEntry]:
-    """Returns what inputs ask for: redistributions of the plan, and reductions of gradients."""
-    asked = {}
+def _asked(
+    lowered: Lowered, trace: EagerTrace
+) -> tuple[dict[Place, GeneratedEntry], dict[Place, GeneratedEntry]]:
+    """Returns what inputs ask for: redistributions of the plan, and reductions of gradients.
+
+    Returns:
+        what they ask for, and the reductions of gradients that the plan does at inputs already.
+    """
+    asked, reduced = {}, {}
     reducing = set()
     for site in lowered.sites:
         if site.hook_point is not HookPoint.FORWARD_PRE or not site.path:
@@ -110,11 +120,13 @@ def _asked(lowered: Lowered, trace: EagerTrace) -> dict[Place, GeneratedEntry]:
             leaves_partial = any(grad.is_partial() for grad in traced.grad_after or ())
             if entry.src != entry.dst or leaves_partial:
                 asked[place] = entry
+            elif traced.reduces_gradient:
+                reduced[place] = entry
     for entry in input_gradient_entries(trace, lowered, reducing):
         index = entry.tensor.removeprefix("<in:").removesuffix(">")
         number = int(index) if index.isdecimal() else index
         asked[Place(entry.path, HookPoint.FORWARD_PRE, number)] = entry
-    return asked
+    return asked, reduced
 
 
 def _equal_users(asked: Mapping[Place, GeneratedEntry], shared: SharedTensor) -> list[set[Place]]:
