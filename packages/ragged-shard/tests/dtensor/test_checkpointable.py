@@ -230,7 +230,8 @@ def on_meta(path):
     }
     plain = to_checkpointable({"tensors": meta})
     with warnings.catch_warnings():  # of torch 2.15 about a function that it calls itself
-        warnings.filterwarnings("ignore", message=".*_get_pg_default_device")
+        for message in (".*_get_pg_default_device", "Multiple backends are registered"):
+            warnings.filterwarnings("ignore", message=message)
         dcp.load(plain, checkpoint_id=path)
     for name, tensor in from_checkpointable(plain, {"tensors": meta})["tensors"].items():
         assert tensor.placements == meta[name].placements
