@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 
 from plan_api import Plan, parallelize, zoo
@@ -40,9 +41,23 @@ CASES = {
 SLOW = {"mixtral, Eager", "mixtral, static"}
 
 
-def losses(device, shape, make, plan, mode, steps=3):
+def offloaded_plan(mesh):
+    plan = zoo.llama(mesh, dp="dp")
+    for path in (r"model\.layers\.\d+", ""):
+        plan.fully_shard(path, "dp", offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return plan
+
+
+def parallel(device, shape, make, plan, mode):
     mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "tp"))
-    model = parallelize(make(**HEADS).to(device), plan(mesh), mode=mode)
+    return parallelize(make(**HEADS).to(device), plan(mesh), mode=mode)
+
+
+def losses(device, *case, steps=3):
+    return losses_of(parallel(device, *case), device, steps)
+
+
+def losses_of(model, device, steps=3):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     found = []
     for step in range(steps):
@@ -65,6 +80,22 @@ def test_training_has_the_bits_of_the_cpu(name, shape):
         return losses("sim", shape, *CASES[name]), losses("cpu", shape, *CASES[name])
 
     for found, expected in run_sim_ranks(check, torch.Size(shape).numel(), timeout=240):
+        assert found[0] != found[-1]
+        assert found == expected
+
+
+@pytest.mark.parametrize("mode", ["static", pytest.param("eager", marks=pytest.mark.slow)])
+def test_offloaded_shards_are_on_the_host_and_train_as_on_the_cpu(mode):
+    case = (2, 1), models.llama, offloaded_plan, mode
+
+    def check():
+        model = parallel("sim", *case)
+        found = losses_of(model, "sim")
+        devices = {param.to_local().device.type for param in model.parameters()}
+        return found, devices, losses("cpu", *case)
+
+    for found, devices, expected in run_sim_ranks(check, 2, timeout=240):
+        assert devices == {"cpu"}
         assert found[0] != found[-1]
         assert found == expected
 

@@ -191,6 +191,15 @@ def test_both_modes_communicate_what_a_person_would_write(mesh, name, layers):
     assert collectives(parallelize(make(), static), batch) == expected
 
 
+def test_what_some_users_of_a_tensor_reduce_already_is_merged_with_what_others_ask_for(mesh):
+    make, written = partial(make_llama, num_hidden_layers=1), weights_only(mesh)
+    for name in ("q", "k"):
+        place = rf"{LAYER}\.self_attn\.{name}_proj.<in>"
+        written.redistribute(place, R, R, "tp", grad_src=P, grad_dst=R)
+    planned = plan_communication(written, make(), inputs(), fake=True)
+    assert collectives(parallelize(make(), planned, strict=True), inputs()) == reduced(1)
+
+
 def test_eager_and_static_communicate_more_as_written(mesh):
     batch, written = inputs(), row_outputs(mesh)
     eager = collectives(parallelize(make_llama(), written), batch)

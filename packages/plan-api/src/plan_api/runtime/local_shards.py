@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from plan_api.runtime.attribution import preparing
@@ -24,7 +25,7 @@ from plan_api.runtime.containers import map_tensors
 
 __all__ = [
     "ShardSizes", "TensorSizes", "chunk_length", "chunk_offset", "local_shape",
-    "redistribute_compact",
+    "redistribute_compact", "spec_with_dtype",
 ]  # fmt: skip
 
 
@@ -372,3 +373,11 @@ def redistribute_compact(tensor: DTensor, placements: Sequence[Placement]) -> DT
     if local.untyped_storage().nbytes() > local.nbytes:
         moved = DTensor(local.clone(), moved._spec, requires_grad=False)
     return moved
+
+
+def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Returns a spec for a tensor of a dtype: operators derive their results' dtypes from it."""
+    meta: Any = spec.tensor_meta
+    if meta.dtype == dtype:
+        return spec
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=dtype))

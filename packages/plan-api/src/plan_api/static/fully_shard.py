@@ -23,6 +23,7 @@ from plan_api.lowering.fully_shard import find_fully_shard
 from plan_api.lowering.ir import Lowered, gradient_placements
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.fully_shard import apply_fully_shard
+from plan_api.runtime.local_shards import spec_with_dtype
 from plan_api.spec.axes import axis_names
 
 __all__ = ["FullyShardedParams"]
@@ -84,7 +85,9 @@ class FullyShardedParams:
         return {
             id(param): nn.Parameter(
                 DTensor(
-                    param.detach(), _with_dtype(self._specs[name], param.dtype), requires_grad=False
+                    param.detach(),
+                    spec_with_dtype(self._specs[name], param.dtype),
+                    requires_grad=False,
                 ),
                 requires_grad=param.requires_grad,
             )
@@ -126,7 +129,9 @@ class FullyShardedParams:
     def _grad_as_dtensor(self, name: str, grad: torch.Tensor) -> DTensor:
         if isinstance(grad, DTensor):  # of a module that runs on DTensors
             return grad
-        return DTensor(grad, _with_dtype(self._grad_specs[name], grad.dtype), requires_grad=False)
+        return DTensor(
+            grad, spec_with_dtype(self._grad_specs[name], grad.dtype), requires_grad=False
+        )
 
 
 def _cast_inputs(
@@ -144,11 +149,3 @@ def _cast_outputs(dtype: torch.dtype, _: nn.Module, __: Any, output: Any) -> Any
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """Returns a spec for a tensor of a dtype, which mixed precision changes."""
-    meta: Any = spec.tensor_meta
-    if meta.dtype == dtype:
-        return spec
-    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=dtype))

@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from plan_api.runtime.local_shards import spec_with_dtype
 from plan_api.static.local_params import LocalParam
 
 __all__ = ["remove_step_hooks", "restore_interrupted_steps", "step_on_local_params"]
@@ -172,6 +173,7 @@ def _swap_out(optimizer: optim.Optimizer, _: tuple[Any, ...], __: dict[str, Any]
 
 def _update_state(state: dict[str, Any], local: dict[str, Any], local_param: LocalParam) -> None:
     """Updates the state of a parameter from local tensors, which become DTensors."""
+    spec = local_param.param._spec
     for name, after in local.items():
         before = state.get(name)
         if before is after or (isinstance(before, DTensor) and before._local_tensor is after):
@@ -182,16 +184,10 @@ def _update_state(state: dict[str, Any], local: dict[str, Any], local_param: Loc
             and name != "step"
         )
         state[name] = (
-            DTensor(after, _spec(local_param, after), requires_grad=False) if is_sharded else after
+            DTensor(after, spec_with_dtype(spec, after.dtype), requires_grad=False)
+            if is_sharded
+            else after
         )
-
-
-def _spec(local_param: LocalParam, tensor: torch.Tensor) -> Any:
-    spec = local_param.param._spec
-    if tensor.dtype == spec.tensor_meta.dtype:
-        return spec
-    meta = type(spec.tensor_meta)(spec.shape, spec.stride, tensor.dtype)
-    return type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
 
 
 def _local_param(param: torch.Tensor) -> LocalParam | None:
