@@ -21,6 +21,7 @@ from dist_rng.philox.geometry import Geometry
 from dist_rng.regions.region import DrawRun, IndexRange, Region
 from dist_rng.regions.registry import register_placement
 from dist_rng.single_device import single_device_rng
+from dist_rng.stream_position import skip, words_between
 
 __version__ = "0.1.0"
 
@@ -41,7 +42,9 @@ __all__ = [
     "require_equal_generators",
     "scaled_dot_product_attention",
     "single_device_rng",
+    "skip",
     "trunc_normal_",
     "uniform_",
     "uninstall",
+    "words_between",
 ]

@@ -1,6 +1,8 @@
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -100,6 +102,11 @@ void skip(Address state, std::int64_t words) {
   engine.store(state_at(state));
 }
 
+std::optional<std::int64_t> words_between(Address before, Address after, std::int64_t limit) {
+  const py::gil_scoped_release unlocked;
+  return Mt19937(state_at(before)).skip_to(Mt19937(state_at(after)), limit);
+}
+
 }  // namespace
 
 void register_cpu(py::module_& module) {
@@ -127,6 +134,7 @@ void register_cpu(py::module_& module) {
     return use_kernel_set(name) != nullptr;
   });
   module.def("skip", &skip);
+  module.def("words_between", &words_between);
   module.def("uniform", &uniform);
   module.def("normal", &normal);
   module.def("bernoulli", &bernoulli);

@@ -54,4 +54,23 @@ void Mt19937::skip(std::int64_t count) {
   for (; twists > 0; --twists) kernels.twist(block_);
 }
 
+std::optional<std::int64_t> Mt19937::skip_to(const Mt19937& later, std::int64_t limit) {
+  const KernelSet& kernels = kernel_set();
+  const auto same_block = [&] {
+    // Most blocks differ in one word already.
+    return block_[kBlock - 1] == later.block_[kBlock - 1] &&
+           std::equal(block_, block_ + kBlock, later.block_);
+  };
+  std::int64_t words = later.used_ - used_;  // if `later` is in the block of this engine
+  if (same_block() && words < 0) return std::nullopt;  // the period is 2^19937 - 1
+  while (words <= limit && !same_block()) {
+    kernels.twist(block_);
+    words += kBlock;
+  }
+  if (words > limit) return std::nullopt;
+  used_ = later.used_;
+  drawn_ += words;
+  return words;
+}
+
 }  // namespace dist_rng

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 namespace dist_rng {
 
@@ -50,6 +51,10 @@ class Mt19937 {
 
   // Skips words until `draw` words have been drawn since the engine was constructed.
   void seek(std::int64_t draw) { skip(draw - drawn_); }
+
+  // Skips to the position of `later`; returns how many words that are, or nothing if they are more
+  // than `limit`. The words in between are found by twisting: no formula has the distance.
+  std::optional<std::int64_t> skip_to(const Mt19937& later, std::int64_t limit);
 
  private:
   static constexpr int kBlock = TorchState::kWords;
