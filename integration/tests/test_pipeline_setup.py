@@ -1,18 +1,8 @@
 """What a pipeline refuses before anything is written."""
 
-from pathlib import Path
-
 import pytest
 
 from integration.errors import UsageError
-from integration.pipeline.schedules import SCHEDULES
-from integration.pipeline.stage_parallelism import (
-    STAGE_SYSTEMS,
-    SUPPORTED_SCHEDULES,
-    UNSUPPORTED_REASONS,
-)
-from integration.report.markdown import render_table
-from integration.report.section import Column, Table
 from integration.train.__main__ import main
 from integration.train.config import TrainConfig
 from integration.train.setup import prepare
@@ -51,14 +41,12 @@ TINY = {"model": "llama-tiny", "pp_degree": 2}
             "got 'model.layers.0' after 'model.layers.1'",
         ),
         ({"system": "fsdp1"}, 4, "system 'fsdp1' does not support --pp-degree; use one of: single"),
-        (
-            {"system": "ddp", "pp_schedule": "GPipe"}, 4,
-            "'ddp' does not support --pp-schedule GPipe: DDP's reducer",
-        ),
-        ({"system": "plan", "dp_shard": 2}, 4, "expected only --tp, as data parallelism"),
         ({"system": "plan", "tp": 4}, 4, "number of ranks, 2, got 4 .tp 4.;"),
-        ({"system": "plan", "tp": 2, "loss_parallel": True}, 4, "expected neither --loss-parallel"),
-        ({"system": "fsdp", "model": "dit-tiny"}, 4, "does not support --pp-degree for a DiT"),
+        ({"pp_split_points": "model.t_embedder", "model": "dit-tiny"}, 2, "got 'model.t_embedder'"),
+        (
+            {"system": "fsdp2", "dropout": 0.1, "random": "dist-rng"}, 4,
+            "system 'fsdp2.pp' draws none",
+        ),
         ({"system": "single"}, 4, "system 'single': expected 1 rank, got 2"),
         ({"fingerprint": True}, 2, "--fingerprint: expected --pp-degree 1"),
         ({"init": "sharded"}, 2, "expected --init whole, as it shards existing weights"),
@@ -77,20 +65,3 @@ def test_the_command_says_one_sentence_and_exits_with_2(tmp_path, capsys):
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("error: unknown schedule 'zb'; choose one of: GPipe")
     assert not (tmp_path / "run").exists()
-
-
-def test_the_page_has_the_table_and_a_reason_for_every_no():
-    page = (Path(__file__).parents[2] / "docs" / "integration" / "pipelines.md").read_text()
-    rows = [
-        (
-            f"`{schedule}`",
-            *("yes" if schedule in SUPPORTED_SCHEDULES[name] else "no" for name in STAGE_SYSTEMS),
-        )
-        for schedule in SCHEDULES
-    ]
-    systems = (Column(f"`{name}`") for name in STAGE_SYSTEMS)
-    assert render_table(Table((Column("schedule"), *systems), tuple(rows))) in page
-    assert {
-        name for name in STAGE_SYSTEMS if SUPPORTED_SCHEDULES[name] != tuple(SCHEDULES)
-    } == UNSUPPORTED_REASONS.keys()
-    assert all(reason in page for reason in UNSUPPORTED_REASONS.values())

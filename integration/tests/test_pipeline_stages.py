@@ -9,12 +9,13 @@ from integration.pipeline.families import family_of
 from integration.pipeline.schedules import SCHEDULES
 from integration.pipeline.split import (
     Chain,
-    PassThrough,
+    adopt_tensors,
     even_split,
     model_part,
     require_untied,
     stage_units,
 )
+from integration.pipeline.stage import stage_output
 from testkit import fake_mesh, models
 
 
@@ -68,34 +69,81 @@ def test_the_parts_of_a_model_share_its_parameters_and_each_is_in_one(make):
     stages = stage_units(cut, even_split(cut, 3))
     found = {}
     for stage in stages:
-        part = model_part(model, stage, set(cut.units) - set(stage))
+        part = model_part(model, stage, cut)
         assert type(part) is type(model)
         for name, parameter in part.named_parameters():
             assert name not in found
             found[name] = parameter
     assert found.keys() == before.keys()
     assert all(found[name] is before[name] for name in before)
-    assert not any(isinstance(module, PassThrough) for module in model.modules())
 
 
-def test_hooks_of_a_part_are_not_on_the_model():
+@pytest.mark.parametrize(
+    "make", [lambda: models.llama(num_hidden_layers=4), lambda: DiffusionLoss(DiT(depth=4))]
+)
+def test_a_part_has_no_modules_of_other_stages_and_the_model_keeps_all(make):
+    model = make()
+    names = [name for name, _ in model.named_modules()]
+    cut = family_of(model).chain(model)
+    middle = model_part(model, cut.layers[1:3], cut)
+    units = {unit for unit in (*cut.units, *cut.loss) if unit in dict(middle.named_modules())}
+    assert units == set(cut.layers[1:3])
+    assert [name for name, _ in model.named_modules()] == names
+
+
+def test_hooks_and_tensors_of_a_part_are_not_on_the_model_or_another_part():
     model = models.llama()
     cut = family_of(model).chain(model)
-    part = model_part(model, cut.units[:2], cut.units[2:])
-    part.model.register_forward_hook(lambda *_: None)
-    assert not model.model._forward_hooks
+    first, second = (model_part(model, units, cut) for units in (cut.units[:2], cut.units[2:]))
+    first.model.register_forward_hook(lambda *_: None)
+    first.model.rotary_emb.register_forward_hook(lambda *_: None)
+    first.model.rotary_emb.inv_freq = torch.zeros(8)
+    for other in (model, second):
+        assert not other.model._forward_hooks
+        assert not other.model.rotary_emb._forward_hooks
+        assert other.model.rotary_emb.inv_freq.any()
 
 
-def test_parts_called_in_turn_are_the_model():
-    model = models.llama(num_hidden_layers=3)
+def test_a_model_adopts_what_its_parts_have_replaced():
+    model = DiffusionLoss(DiT(depth=2))
+    cut = family_of(model).chain(model)
+    of_rank = model_part(model, cut.units, cut)
+    part = model_part(model, cut.units[:4], cut)
+    replaced = torch.nn.Parameter(torch.zeros(1, 16, 32))
+    part.model.pos_embed = replaced
+    adopt_tensors(of_rank, [part])
+    assert of_rank.model.pos_embed is replaced
+    assert model.model.pos_embed is not replaced
+
+
+def in_turn(model, points, batch):
+    """The loss of the stages of a model, called one after another."""
     family = family_of(model)
     cut = family.chain(model)
+    passed = family.inputs(batch)
+    for index, stage in enumerate(stage_units(cut, points)):
+        part = model_part(model, stage, cut)
+        family.set_forward(part, first=index == 0)
+        output = part(*passed, **family.keywords(batch))
+        passed = output if isinstance(output, tuple) else (output,)
+    return stage_output(output, last=True)
+
+
+@pytest.mark.parametrize("points", [("model.layers.0", "model.layers.2", "lm_head"), ()])
+def test_stages_called_in_turn_have_the_models_loss(points):
+    model = models.llama(num_hidden_layers=3)
     ids = torch.arange(24).view(2, 12)
-    hidden = ids
-    for stage in stage_units(cut, ("model.layers.0", "model.layers.2", "lm_head")):
-        part = model_part(model, stage, set(cut.units) - set(stage))
-        hidden = family.forward_of(part)(hidden)
-    torch.testing.assert_close(hidden, model(input_ids=ids).logits, rtol=0, atol=0)
+    batch = {"input_ids": ids, "labels": ids}
+    torch.testing.assert_close(in_turn(model, points, batch), model(**batch).loss, rtol=0, atol=0)
+
+
+def test_stages_of_a_diffusion_model_called_in_turn_have_its_loss():
+    model = DiffusionLoss(DiT(depth=3, class_dropout_prob=0.0))
+    images = torch.randn(2, 4, 8, 8)
+    batch = {"x": images, "t": torch.tensor([3, 900]), "y": torch.tensor([1, 2])}
+    batch["noise"] = torch.randn_like(images)
+    points = ("model.blocks.1", "model.final_layer")
+    torch.testing.assert_close(in_turn(model, points, batch), model(**batch), rtol=0, atol=0)
 
 
 def test_a_tied_model_is_refused():

@@ -5,7 +5,6 @@ import torch
 
 from integration.models import model_shape
 from integration.pipeline.schedules import SCHEDULES
-from integration.pipeline.stage_parallelism import SUPPORTED_SCHEDULES
 
 STEPS = 8
 MODELS = ("llama-tiny", "mixtral-tiny", "dit-tiny")
@@ -68,32 +67,102 @@ def test_two_ranks_train_every_model_as_one_device(schedule, single, run_all, tm
         assert_near(losses, single(model), model)
 
 
-# What goes on within the stages of 2 x 2 ranks; docs/integration/pipelines.md has the schedules.
+# What goes on within the stages of 2 x 2 ranks.
 WITHIN = {
     "ddp": {"system": "ddp"},
     "fsdp2": {"system": "fsdp2"},
     "fsdp": {"system": "fsdp"},
     "dtensor-tp": {"system": "dtensor-tp"},
-    "plan": {"system": "plan", "tp": 2, "sp": True},
-}
+    "tp": {"system": "plan", "tp": 2, "sp": True, "loss_parallel": True},
+    "tp, static": {"system": "plan", "tp": 2, "sp": True, "static": True},
+    "dp": {"system": "plan", "dp_replicate": 2},
+    "fsdp by plan": {"system": "plan", "dp_shard": 2},
+    "fsdp by plan, static": {"system": "plan", "dp_shard": 2, "static": True},
+    "zero3": {"system": "plan", "dp_shard": 2, "zero3": True},
+    "cp": {"system": "plan", "cp": 2},
+    "ep": {"system": "plan", "dp_shard": 2, "ep": 2, "model": "mixtral-tiny"},
+    "ep, static": {
+        "system": "plan", "dp_shard": 2, "ep": 2, "model": "mixtral-tiny", "static": True
+    },
+    "dit, fsdp": {"system": "fsdp", "model": "dit-tiny"},
+    "dit, tp": {"system": "plan", "tp": 2, "sp": True, "model": "dit-tiny"},
+    "dit, fsdp by plan, static": {
+        "system": "plan", "dp_shard": 2, "model": "dit-tiny", "static": True
+    },
+}  # fmt: skip
+# Of these the fast tests train one.
+FAST = ("fsdp by plan", "tp, static")
 
 
-# What is refused is in test_pipeline_setup.py.
+def train_within(run_all, single, out, names, **options):
+    runs = [{"model": "llama-tiny", "pp_degree": 2} | options | WITHIN[name] for name in names]
+    for name, run, losses in zip(names, runs, run_all(out, 4, runs), strict=True):
+        difference = (losses - single(run["model"])).abs().max()
+        assert difference <= model_shape(run["model"]).tolerance, name
+
+
+@pytest.mark.ranks
+def test_two_stages_of_two_ranks_train_as_one_device(single, run_all, tmp_path):
+    train_within(run_all, single, tmp_path, FAST, pp_microbatches=2, micro_batch=2)
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_two_stages_of_two_ranks_train_as_one_device(schedule, single, run_all, tmp_path):
-    supported = {
-        name: options
-        for name, options in WITHIN.items()
-        if schedule in SUPPORTED_SCHEDULES[options["system"]]
-    }
-    options = {"model": "llama-tiny", "pp_degree": 2, "pp_schedule": schedule}
-    options |= {"pp_microbatches": 4}
-    found = run_all(tmp_path, 4, [options | within for within in supported.values()])
-    assert len(found) > 1
-    for name, losses in zip(supported, found, strict=True):
-        assert (losses - single("llama-tiny")).abs().max() <= 1e-5, name
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_system_trains_under_every_schedule(schedule, single, run_all, tmp_path):
+    options = {"pp_schedule": schedule, "pp_microbatches": 4}
+    train_within(run_all, single, tmp_path, list(WITHIN), **options)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("points", ["model.layers.0,model.layers.1,model.norm", "lm_head"])
+@pytest.mark.parametrize("static", [False, True])
+def test_stages_without_layers_train_under_sequence_parallelism(
+    points, static, single, run, tmp_path
+):
+    options = {"tp": 2, "sp": True, "loss_parallel": True, "static": static}
+    if "," in points:
+        options |= {"pp_schedule": "Interleaved1F1B"}
+    losses = run(
+        tmp_path, 4, system="plan", model="llama-tiny", pp_degree=2, pp_split_points=points,
+        **options,
+    )  # fmt: skip
+    assert_near(losses, single("llama-tiny"))
+
+
+# Masks and weights of one device, which runs the same samples at a time as the pipeline.
+RANDOM = {"dropout": 0.1, "random": "dist-rng"}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)]
+)
+def test_a_pipeline_draws_the_numbers_of_one_device(schedule, single, run_all, tmp_path):
+    """Bit for bit: on one device the same operators run on the same numbers."""
+    options = RANDOM | {"pp_degree": 2, "pp_schedule": schedule, "pp_microbatches": 4}
+    found = run_all(tmp_path, 2, [options | {"model": model} for model in MODELS])
+    for model, losses in zip(MODELS, found, strict=True):
+        assert torch.equal(losses, single(model, dropout=0.1, micro_batch=1)), model
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("static", [False, True])
+def test_stages_of_plans_draw_the_numbers_of_one_device(static, single, run_all, tmp_path):
+    common = RANDOM | {
+        "system": "plan", "static": static, "pp_degree": 2, "init": "sharded",
+        "pp_schedule": "Interleaved1F1B",
+    }  # fmt: skip
+    runs = [
+        common | {"model": model} | options
+        for model in MODELS
+        for options in ({"tp": 2, "sp": True}, {"dp_shard": 2, "micro_batch": 4})
+    ]
+    for options, losses in zip(runs, run_all(tmp_path, 4, runs), strict=True):
+        model, samples = options["model"], 2 if "dp_shard" in options else 1
+        assert_near(losses, single(model, dropout=0.1, micro_batch=samples), model)
 
 
 @pytest.mark.ranks

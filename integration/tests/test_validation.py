@@ -124,7 +124,7 @@ def test_an_option_at_its_default_counts_as_not_given(name):
         ),
         ({"system": "plan", "tp": 2, "ranks": 2}, False),
         ({"system": "plan", "tp": 2, "dropout": 0.1, "ranks": 2}, True),
-        (PIPELINE | {"dropout": 0.1}, False),
+        (PIPELINE | {"dropout": 0.1}, True),
         ({"system": "dtensor-tp", "pp_degree": 2, "dropout": 0.1, "ranks": 4}, False),
         ({"system": "plan", "tp": 2, "pp_degree": 2, "dropout": 0.1, "ranks": 4}, True),
     ],

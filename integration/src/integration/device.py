@@ -1,6 +1,7 @@
 """The device that ``--device`` selects, with what depends on it: backends, streams, generators."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,6 +80,14 @@ class Device:
         if self.is_accelerator:
             count = torch.accelerator.device_count()
             torch.accelerator.set_device_index(rank % count if local_rank is None else local_rank)
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The generator that operators on this rank's device draw from by default."""
+        if self.type != "cuda":
+            return torch.default_generator
+        generators: Sequence[torch.Generator] = self._module.default_generators
+        return generators[self.current.index]
 
     def random_state(self) -> dict[str, Tensor]:
         """Returns the state of the generator of the host and of this rank's device, by type."""

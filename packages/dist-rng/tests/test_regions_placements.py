@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from dist_rng.dtensor.patches import patched_operators
 from dist_rng.regions.placements import slice_of
 from dist_rng.regions.region import IndexRange, Region, memory_order
 from dist_rng.regions.registry import register_placement
@@ -181,3 +182,19 @@ def test_a_rank_outside_the_mesh_holds_nothing():
         dtensor = DTensor.from_local(torch.ones(4), mesh, [Shard(0)], run_check=False)
         region = Region.of(dtensor)
         assert (region.numel, region.global_numel) == (0, 8)
+
+
+def test_a_rank_outside_the_mesh_draws_nothing_and_its_generator_advances():
+    from torch.distributed.device_mesh import DeviceMesh
+
+    with fake_mesh((4,), rank=3), patched_operators():
+        mesh = DeviceMesh("cpu", [0, 1], _init_backend=False)
+        dtensor = DTensor.from_local(
+            torch.empty(0), mesh, [Replicate()], run_check=False, shape=(3, 5), stride=(5, 1)
+        )
+        torch.manual_seed(0)
+        assert dtensor.uniform_().to_local().numel() == 0
+        after = torch.rand(3)
+    torch.manual_seed(0)
+    torch.empty(3, 5).uniform_()
+    assert torch.equal(after, torch.rand(3))

@@ -119,19 +119,20 @@ def _run_rank(name: str, microbatches: int, steps: int) -> RankLog:
     mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
     model = build_model(SHAPE, seed=0)
     pipeline = RankPipeline(layout, get_system("single"), model, SHAPE, mesh, TimedStage)
+    tokens = torch.randint(SHAPE.vocab_size, (microbatches, _SEQUENCE))
+    batch = {"input_ids": tokens, "labels": tokens}
+    pipeline.prepare(batch)
     log: list[Action] = []
     for stage in pipeline.stages:
         assert isinstance(stage, TimedStage)
         stage.log = log
-    tokens = torch.randint(SHAPE.vocab_size, (microbatches, _SEQUENCE))
-    batch = {"input_ids": tokens, "labels": tokens}
     found: list[tuple[Action, ...]] = []
     walls: list[float] = []
     for _ in range(steps + 1):
         log.clear()
         dist.barrier()
         started = time.perf_counter()
-        pipeline.forward_backward(batch, 1)
+        pipeline.forward_backward(batch, 1, last=True)
         walls.append(time.perf_counter() - started)
         found.append(tuple(log))
         pipeline.model.zero_grad()

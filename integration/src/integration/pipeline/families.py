@@ -1,26 +1,48 @@
-"""The inputs, outputs, forward and loss of pipeline stages, by family of models.
+"""The inputs, outputs and forwards of pipeline stages, by family of models.
 
 The model's class is not changed. Where layers pass one tensor on, a stage runs the class's own
 forward (`DecoderFamily`); where they pass on a second one, the stage runs its lines of that forward
-(`DiffusionFamily`).
+(`DiffusionFamily`). The last stage computes the loss as the model does, in its forward.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from integration.errors import UsageError
-from integration.models.dit import signal_rate
-from integration.pipeline.split import Chain, PassThrough
+from integration.pipeline.split import Chain, has_unit
 
 _EMBEDDERS = ("x_embedder", "t_embedder", "y_embedder")
 
 
+@dataclass(frozen=True)
+class PassedTensor:
+    """A tensor that stages pass on, with the batch as first dim.
+
+    Attributes:
+        name: of the argument that takes it in the next stage's forward.
+        is_sequence: whether its second dim is the sequence.
+    """
+
+    name: str
+    is_sequence: bool
+
+
 class ModelFamily(ABC):
-    """Models that are split into stages in the same way."""
+    """Models that are split into stages in the same way.
+
+    Attributes:
+        passed: what a stage passes on to the next one, in order.
+        sequence_length_matters: whether the model computes with the length of the sequence of what
+            it passes on, outside of its units.
+    """
+
+    passed: tuple[PassedTensor, ...]
+    sequence_length_matters: bool
 
     @abstractmethod
     def chain(self, model: nn.Module) -> Chain:
@@ -35,24 +57,23 @@ class ModelFamily(ABC):
         """Returns the inputs of the first stage, each with the batch as first dim."""
 
     @abstractmethod
-    def target(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Returns the target of the loss, with the batch as first dim."""
+    def keywords(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns what all stages take by name, with the batch as first dim, such as labels."""
 
     @abstractmethod
-    def forward_of(self, part: nn.Module) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-        """Returns the forward of a stage's part of a model.
+    def set_forward(self, part: nn.Module, *, first: bool) -> None:
+        """Gives a stage's part of a model the forward of the stage.
 
-        The part has `PassThrough` in place of the units of other stages. The first stage calls the
-        forward with `inputs`, the others with the outputs of the previous stage.
+        The first stage takes `inputs`, the others what the previous stage has passed on; all take
+        `keywords`. The last stage returns what the model returns, the others what they pass on.
         """
-
-    @abstractmethod
-    def loss(self, part: nn.Module, output: Tensor, target: Tensor) -> Tensor:
-        """Returns the mean loss of the last stage's output, as the unsplit model does."""
 
 
 class DecoderFamily(ModelFamily):
     """Hugging Face's decoders: LLaMA, Mixtral and similar ones."""
+
+    passed = (PassedTensor("hidden_states", is_sequence=True),)
+    sequence_length_matters = True  # positions and masks
 
     def chain(self, model: nn.Module) -> Chain:
         """Returns embedding, layers, norm and head."""
@@ -69,82 +90,91 @@ class DecoderFamily(ModelFamily):
         """Returns the tokens, (batch, sequence) int64."""
         return (batch["input_ids"],)
 
-    def target(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def keywords(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the labels, (batch, sequence) int64."""
-        return batch["labels"]
+        return {"labels": batch["labels"]}
 
-    def forward_of(self, part: nn.Module) -> Callable[..., Tensor]:
-        """Returns the forward from tokens or hidden states to logits, or to hidden states."""
-        model: Any = part
+    def set_forward(self, part: nn.Module, *, first: bool) -> None:
+        """Uses the class's forward, from tokens or hidden states."""
+        part.forward = MethodType(_decode_tokens if first else _decode_hidden_states, part)
 
-        def forward(input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-            # Arguments are named as in the class's forward, as plans refer to them.
-            del labels
-            if isinstance(model.lm_head, PassThrough):
-                # The class's forward returns a view, which zero-bubble schedules cannot detach in
-                # place.
-                hidden: Tensor = model.lm_head(model.model(input_ids=input_ids).last_hidden_state)
-                return _plain(hidden)
-            logits: Tensor = type(model).forward(model, input_ids=input_ids).logits
-            return _plain(logits)
 
-        return forward
+# Arguments are named as in the classes' forwards, as plans refer to them, and bound as methods, so
+# that a copy of a stage does not call the original.
+def _decode_tokens(
+    model: Any, input_ids: Tensor, labels: Tensor | None = None, shift_labels: Tensor | None = None
+) -> Any:
+    return _decode(model, input_ids, labels, shift_labels)
 
-    def loss(self, part: nn.Module, output: Tensor, target: Tensor) -> Tensor:
-        """Returns the mean cross entropy of the next tokens."""
-        model: Any = part
-        loss: Tensor = model.loss_function(
-            logits=output, labels=target, vocab_size=model.config.vocab_size
-        )
-        return loss
+
+def _decode_hidden_states(
+    model: Any,
+    hidden_states: Tensor,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+) -> Any:
+    return _decode(model, hidden_states, labels, shift_labels)
+
+
+def _decode(model: Any, first: Tensor, labels: Tensor | None, shift_labels: Tensor | None) -> Any:
+    if not has_unit(model, "lm_head"):
+        return model.model(input_ids=first).last_hidden_state
+    shifted = {} if shift_labels is None else {"shift_labels": shift_labels}
+    return type(model).forward(model, input_ids=first, labels=labels, **shifted)
 
 
 class DiffusionFamily(ModelFamily):
     """DiTs with the loss of predicted noise; stages also pass on the condition of the blocks."""
 
+    passed = (
+        PassedTensor("tokens", is_sequence=True),
+        PassedTensor("condition", is_sequence=False),
+    )
+    sequence_length_matters = False
+
     def chain(self, model: nn.Module) -> Chain:
-        """Returns the embedders, the blocks and the final layer."""
+        """Returns the embedders, the blocks, the final layer and the loss."""
         blocks = model.get_submodule("model.blocks")
         names = tuple(f"model.blocks.{name}" for name, _ in blocks.named_children())
-        return Chain(tuple(f"model.{name}" for name in _EMBEDDERS), names, ("model.final_layer",))
+        embedders = tuple(f"model.{name}" for name in _EMBEDDERS)
+        return Chain(embedders, names, ("model.final_layer",), ("criterion",))
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Returns images and noise (batch, channels, size, size), times and classes (batch,)."""
-        return batch["x"], batch["noise"], batch["t"], batch["y"]
+        """Returns images (batch, channels, size, size), times and classes (batch,)."""
+        return batch["x"], batch["t"], batch["y"]
 
-    def target(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Returns the noise."""
-        return batch["noise"]
+    def keywords(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the noise, (batch, channels, size, size)."""
+        return {"noise": batch["noise"]}
 
-    def forward_of(self, part: nn.Module) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-        """Returns the forward to the predicted noise, or to tokens and condition."""
+    def set_forward(self, part: nn.Module, *, first: bool) -> None:
+        """Uses the lines of the class's forwards before, within and after the blocks."""
         model: Any = part.model
+        part.forward = MethodType(_diffuse_images if first else _diffuse_tokens, part)
+        model.forward = MethodType(_embed_and_run if first else _run_blocks, model)
 
-        def forward(*inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-            if isinstance(model.x_embedder, PassThrough):
-                tokens, condition = inputs
-            else:
-                images, noise, times, classes = inputs
-                signal = signal_rate(times).view(-1, 1, 1, 1)
-                tokens = model.x_embedder(signal * images + (1 - signal**2).sqrt() * noise)
-                tokens = tokens + model.pos_embed
-                condition = model.t_embedder(times) + model.y_embedder(classes, model.training)
-            for block in model.blocks:
-                tokens = block(tokens, condition)
-            if isinstance(model.final_layer, PassThrough):
-                # Tensors are sent contiguous, and must be results of this stage for a backward of
-                # inputs only.
-                return tokens.contiguous(), condition.clone()
-            predicted: Tensor = model._unpatchify(model.final_layer(tokens, condition))
-            return predicted
 
-        return forward
+# Without the final layer there is no criterion either, which then passes on what it gets first.
+def _diffuse_images(part: Any, x: Tensor, t: Tensor, y: Tensor, noise: Tensor) -> Any:
+    return type(part).forward(part, x, t, y, noise)
 
-    def loss(self, part: nn.Module, output: Tensor, target: Tensor) -> Tensor:
-        """Returns the mean squared error."""
-        model: Any = part
-        loss: Tensor = model.criterion(output, target)
-        return loss
+
+def _diffuse_tokens(part: Any, tokens: Tensor, condition: Tensor, noise: Tensor) -> Any:
+    return part.criterion(part.model(tokens, condition), noise)
+
+
+def _embed_and_run(model: Any, x: Tensor, t: Tensor, y: Tensor) -> Any:
+    tokens = model.x_embedder(x) + model.pos_embed
+    return _run_blocks(model, tokens, model.t_embedder(t) + model.y_embedder(y, model.training))
+
+
+def _run_blocks(model: Any, tokens: Tensor, condition: Tensor) -> Any:
+    for block in model.blocks:
+        tokens = block(tokens, condition)
+    if has_unit(model, "final_layer"):
+        return model._unpatchify(model.final_layer(tokens, condition))
+    # What is passed on must be a result of this stage, for a backward of inputs only.
+    return tokens.contiguous(), condition.clone()
 
 
 def family_of(model: nn.Module) -> ModelFamily:
@@ -162,11 +192,3 @@ def family_of(model: nn.Module) -> ModelFamily:
         "pipeline: expected a Hugging Face decoder (model.embed_tokens, model.layers, model.norm,"
         f" lm_head) or a DiT, got {type(model).__name__}; use --pp-degree 1"
     )
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Returns a plain tensor for the next stage or the loss; plans leave replicated DTensors.
-
-    It is a copy, as zero-bubble schedules detach a stage's outputs in place, which views forbid.
-    """
-    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor

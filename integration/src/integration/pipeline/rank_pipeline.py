@@ -9,20 +9,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 
 from integration.models import ModelShape
 from integration.pipeline.families import family_of
 from integration.pipeline.schedules import PipelineSchedule
 from integration.pipeline.split import (
+    adopt_tensors,
     check_split,
     even_split,
     model_part,
     require_untied,
     stage_units,
 )
-from integration.pipeline.stage_parallelism import STAGE_SYSTEMS, StageContext
+from integration.pipeline.stage import Stage
+from integration.pipeline.stage_context import StageContext
+from integration.pipeline.stage_parallelism import STAGE_SYSTEMS
+from integration.pipeline.stage_random import StageRandom
+from integration.pipeline.trial_run import trial_runs
 from integration.systems.base import System
 
 
@@ -56,9 +59,18 @@ class PipelineLayout:
     schedule: PipelineSchedule
     stages: tuple[tuple[str, ...], ...]
 
+    @property
+    def last(self) -> int:
+        """Index of the last stage."""
+        return len(self.stages) - 1
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Returns the indices of the stages of a rank of the pipeline."""
         return self.schedule.stages_of(rank, self.degree, len(self.stages))
+
+    def rank_of(self, stage: int) -> int:
+        """Returns the rank of the pipeline that has a stage."""
+        return next(rank for rank in range(self.degree) if stage in self.stages_of(rank))
 
 
 def make_layout(options: PipelineOptions, model: nn.Module) -> PipelineLayout:
@@ -92,13 +104,15 @@ class RankPipeline:
         inner: system that parallelizes a stage.
         model: the full model, the same on all ranks; not used after construction.
         shape: shape of the model.
-        mesh: mesh of the pipeline axis and the axis of a stage's ranks.
-        make_stage: torch's PipelineStage, or a subclass.
+        mesh: mesh of the pipeline axis, "pp", and the axes of a stage's ranks.
+        make_stage: `Stage`, or a subclass.
+        one_device_random: whether stages draw one device's random numbers, by dist-rng; all ranks
+            have equal generators then.
 
     Attributes:
         model: this rank's part of the full model, with the same parameter names. It is not called;
             it contains the parameters of the rank's stages for the optimizer and checkpoints.
-        stages: stages of this rank, in the order of the model.
+        stages: stages of this rank, in the order of the model; none before the first batch.
         group: process group of this rank's pipeline.
     """
 
@@ -109,56 +123,102 @@ class RankPipeline:
         model: nn.Module,
         shape: ModelShape,
         mesh: DeviceMesh,
-        make_stage: type[PipelineStage] = PipelineStage,
+        make_stage: type[Stage] = Stage,
+        *,
+        one_device_random: bool = False,
     ) -> None:
         self._family = family_of(model)
+        self._layout, self._make_stage = layout, make_stage
+        self._device, self._one_device_random = inner.device, one_device_random
+        self._random: StageRandom | None = None
         self.group = mesh.get_group("pp")
-        count = len(layout.stages)
+        chain = self._family.chain(model)
         indices = layout.stages_of(mesh.get_local_rank("pp"))
-        units = [unit for stage in layout.stages for unit in stage]
-        own = [unit for index in indices for unit in layout.stages[index]]
-        self.model = model_part(model, own, set(units) - set(own))
-        self._plan_parts: list[nn.Module] = []
-        self.stages: list[PipelineStage] = []
+        axes = tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
+        parts: dict[int, nn.Module] = {}
+        self._parts: dict[int, nn.Module] = {}  # parallelized
         for index in indices:
-            present = layout.stages[index]
-            part = model_part(model, present, set(units) - set(present))
-            part.forward = self._family.forward_of(part)
-            layers = [name for name in present if name.rpartition(".")[2].isdigit()]
-            stage_mesh = mesh[mesh.mesh_dim_names[1]]  # type: ignore[index]
-            stage = STAGE_SYSTEMS[inner.name](
-                part, StageContext(stage_mesh, layers, shape, inner.degrees)
-            )
-            self._last_part = part
-            if inner.name == "plan" and layers:
-                self._plan_parts.append(part)
-            self.stages.append(
-                make_stage(stage, index, count, inner.device.current, group=self.group)
-            )
-        self._is_first, self._is_last = 0 in indices, count - 1 in indices
-        self._microbatches, self._device = layout.microbatches, inner.device.current
+            units = layout.stages[index]
+            parts[index] = part = model_part(model, units, chain)
+            self._family.set_forward(part, first=index == 0)
+            context = StageContext(mesh[axes], model, chain, units, shape, inner.degrees)
+            self._parts[index] = STAGE_SYSTEMS[inner.name](part, context)
+        self._plan_parts = list(self._parts.values()) if inner.name == "plan" else []
+        own = [unit for index in indices for unit in layout.stages[index]]
+        self.model = model_part(model, own, chain)
+        adopt_tensors(self.model, parts.values())
+        self.stages: list[Stage] = []
+        self._schedule: Any = None
+        self._shapes: dict[str, torch.Size] = {}
         self._share = 1.0
-        self.schedule = layout.schedule.build(self.stages, layout.microbatches, self._loss)
 
-    def forward_backward(self, batch: Mapping[str, Tensor], parts: int) -> Tensor:
-        """Accumulates the gradients of one of ``parts`` microbatches; returns its loss."""
-        self._share = 1.0 / (self._microbatches * parts)
-        inputs = self._family.inputs(batch) if self._is_first else ()
-        target = self._family.target(batch) if self._is_last else None
+    def prepare(self, batch: Mapping[str, Tensor]) -> None:
+        """Makes the stages and the schedule for batches of this shape; all ranks call it."""
+        shapes = {name: tensor.shape for name, tensor in batch.items()}
+        if shapes == self._shapes:
+            return
+        layout = self._layout
+        micro = {name: tensor.chunk(layout.microbatches)[0] for name, tensor in batch.items()}
+        runs = trial_runs(
+            self._parts,
+            [layout.rank_of(index) for index in range(len(layout.stages))],
+            self._family.inputs(micro),
+            self._family.keywords(micro),
+            self.group,
+            self._device,
+            count_words=self._one_device_random,
+        )
+        self.stages = [
+            self._make_stage(
+                part,
+                index,
+                len(layout.stages),
+                self._device.current,
+                input_args=tuple(each.on_meta() for each in runs[index].inputs),
+                output_args=tuple(each.on_meta() for each in runs[index].outputs),
+                group=self.group,
+            )
+            for index, part in self._parts.items()
+        ]
+        if self._one_device_random:
+            self._random = StageRandom(self._device.generator, [run.words for run in runs])
+            for stage in self.stages:
+                stage.random = self._random
+        self._schedule = layout.schedule.build(self.stages, layout.microbatches, self._loss)
+        self._shapes = shapes
+
+    def forward_backward(self, batch: Mapping[str, Tensor], parts: int, *, last: bool) -> Tensor:
+        """Accumulates the gradients of one of ``parts`` microbatches; returns its loss.
+
+        Gradients of plans are reduced in the ``last`` one.
+        """
+        self.prepare(batch)
+        self._share = 1.0 / (self._layout.microbatches * parts)
+        inputs = self._family.inputs(batch) if 0 in self._parts else ()
+        keywords = self._family.keywords(batch)
+        # torch takes losses with targets only; the last stage has computed them already.
+        target = next(iter(keywords.values())) if self._layout.last in self._parts else None
         losses: list[Tensor] = []
+        if self._random is not None:
+            self._random.begin()
         with self._unreduced_gradients():
-            self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
-        if self._plan_parts:
-            _place_gradients(self.model)
+            self._schedule.step(
+                *inputs, target=target, losses=losses, return_outputs=False, **keywords
+            )
+        if self._random is not None:
+            self._random.end(self._layout.microbatches)
+        if last and self._plan_parts:
+            self._reduce_gradients()
         # Only the last stage has losses; the sum sends them to all.
-        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        loss = torch.zeros((), dtype=torch.float64, device=self._device.current)
         for each in losses:
             loss += each.detach()
         dist.all_reduce(loss, group=self.group)
         return loss
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return self._family.loss(self._last_part, output, target) * self._share
+        del target
+        return output * self._share
 
     def _unreduced_gradients(self) -> ExitStack:
         """Disables a plan's gradient reduction for the microbatches of the schedule."""
@@ -170,22 +230,9 @@ class RankPipeline:
                 stack.enter_context(installed(part).gradients.no_sync())
         return stack
 
+    def _reduce_gradients(self) -> None:
+        """Reduces the gradients of plans, which are accumulated over the schedule."""
+        from plan_api import installed
 
-def _place_gradients(model: nn.Module) -> None:
-    """Redistributes gradients to the placements of their parameters, in few collectives."""
-    from fused_comm import redistribute_many
-
-    misplaced: list[Any] = [
-        parameter
-        for parameter in model.parameters()
-        if isinstance(parameter.grad, DTensor)
-        and isinstance(parameter, DTensor)
-        and parameter.grad.placements != parameter.placements
-    ]
-    if misplaced:
-        placed = redistribute_many(
-            [parameter.grad for parameter in misplaced],
-            [parameter.placements for parameter in misplaced],
-        )
-        for parameter, gradient in zip(misplaced, placed, strict=True):
-            parameter.grad = gradient
+        for part in self._plan_parts:
+            installed(part).gradients.reduce()

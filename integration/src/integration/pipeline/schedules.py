@@ -81,13 +81,13 @@ class PipelineSchedule:
 
     def build(
         self,
-        stages: list[PipelineStage],
+        stages: Sequence[PipelineStage],
         microbatches: int,
         loss_fn: Callable[[Tensor, Tensor], Tensor],
     ) -> Any:
         """Returns torch's schedule of a rank's stages; gradients are summed over microbatches."""
         make_schedule: Any = get_schedule_class(self.name)
-        own = stages[0] if self.stages_per_rank == 1 else stages
+        own = stages[0] if self.stages_per_rank == 1 else [*stages]
         return make_schedule(own, microbatches, loss_fn=loss_fn, scale_grads=False)
 
 

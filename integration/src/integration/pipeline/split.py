@@ -10,7 +10,7 @@ The part of a stage has the modules and names of the model, without the units of
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -28,16 +28,23 @@ class Chain:
         inputs: units before the layers; parameters outside of all units are on the first stage.
         layers: repeated layers.
         outputs: units after the layers.
+        loss: modules without parameters that compute the loss; they are with the last unit.
     """
 
     inputs: tuple[str, ...]
     layers: tuple[str, ...]
     outputs: tuple[str, ...]
+    loss: tuple[str, ...] = ()
 
     @property
     def units(self) -> tuple[str, ...]:
         """All names in order."""
         return self.inputs + self.layers + self.outputs
+
+    def absent(self, present: Collection[str]) -> frozenset[str]:
+        """Returns the units of other stages, and what belongs to them."""
+        absent = frozenset(self.units) - frozenset(present)
+        return absent if self.units[-1] in present else absent.union(self.loss)
 
 
 def even_split(chain: Chain, stages: int, *, ends: int = 1) -> tuple[str, ...]:
@@ -79,9 +86,10 @@ def check_split(chain: Chain, points: Sequence[str]) -> None:
     units = chain.units
     at = 0
     for point in points:
-        if point not in units:
+        if point not in units or point in chain.inputs[1:]:
+            first = (*chain.layers, *chain.outputs)[0]
             raise UsageError(
-                f"--pp-split-points: expected names of modules from {units[1]} to {units[-1]}, got"
+                f"--pp-split-points: expected names of modules from {first} to {units[-1]}, got"
                 f" {point!r}; give one that a stage can begin with"
             )
         if units.index(point) <= at:
@@ -118,57 +126,79 @@ def require_untied(model: nn.Module, chain: Chain) -> None:
                 )
 
 
-class PassThrough(nn.Module):
-    """Replaces a unit of another stage, and returns the unit's first argument.
+class PassThrough:
+    """Takes the place of a unit of another stage, and returns the unit's first argument.
 
-    The model's own forward thus runs on any part of it: replaced layers do nothing, and positions,
-    rotary embeddings and causal masks are computed on every stage from the shapes.
+    The model's own forward thus runs on any part of it, and positions, rotary embeddings and causal
+    masks are computed on every stage from the shapes. It is no module: a part has no modules but
+    its own.
     """
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Returns ``hidden_states``."""
         return hidden_states
 
 
-def model_part(model: nn.Module, present: Collection[str], absent: Collection[str]) -> nn.Module:
-    """Returns ``model`` with some units replaced, sharing all other modules with it.
+def has_unit(module: nn.Module, name: str) -> bool:
+    """Returns whether a child of a part's module is a unit of the part."""
+    return not isinstance(getattr(module, name), PassThrough)
 
-    Parameters have the same names as in ``model`` and are the same objects. Modules that contain
-    replaced units are copied shallowly, with their hooks, so that wrapping or hooking the part
-    does not change ``model``.
+
+def model_part(model: nn.Module, present: Collection[str], chain: Chain) -> nn.Module:
+    """Returns a part of a model, which shares its units with the model.
+
+    Parameters have the same names as in ``model`` and are the same objects. Modules that are no
+    units, or contain other stages' units, are copied shallowly, with their hooks, so that wrapping
+    or hooking the part does not change ``model`` or other parts.
 
     Args:
         model: the full model, which is not changed.
         present: names of the part's units; the part with the model's first unit also has the
             parameters outside of all units.
-        absent: names of the units to replace.
+        chain: the units of the model.
     """
+    names = [name for name, _ in model.named_modules() if name in chain.units]
     return _part(
-        model, "", frozenset(absent), has_root_parameters=_has_first_unit(model, present, absent)
-    )
-
-
-def _has_first_unit(model: nn.Module, present: Collection[str], absent: Collection[str]) -> bool:
-    names = [name for name, _ in model.named_modules() if name in present or name in absent]
-    return names[0] in present
+        model, "", frozenset(present), chain.absent(present),
+        has_root_parameters=names[0] in present,
+    )  # fmt: skip
 
 
 def _part(
-    module: nn.Module, name: str, absent: frozenset[str], *, has_root_parameters: bool
+    module: nn.Module,
+    name: str,
+    present: frozenset[str],
+    absent: frozenset[str],
+    *,
+    has_root_parameters: bool,
 ) -> nn.Module:
-    if name in absent:
-        return PassThrough()
-    below = f"{name}." if name else ""
-    if not any(unit.startswith(below) for unit in absent):
+    if name in present:
         return module
+    below = f"{name}." if name else ""
     copy = _shallow_copy(module)
     if not has_root_parameters:
         copy._parameters = dict.fromkeys(module._parameters)
     for child, submodule in module.named_children():
-        copy._modules[child] = _part(
-            submodule, below + child, absent, has_root_parameters=has_root_parameters
-        )
+        if below + child in absent:
+            del copy._modules[child]
+            object.__setattr__(copy, child, PassThrough())
+        else:
+            copy._modules[child] = _part(
+                submodule, below + child, present, absent, has_root_parameters=has_root_parameters
+            )
     return copy
+
+
+def adopt_tensors(model: nn.Module, parts: Iterable[nn.Module]) -> None:
+    """Gives a model the parameters and buffers that its parts have now, in modules they copied."""
+    for part in parts:
+        for name, module in part.named_modules():
+            own = model.get_submodule(name)
+            for before, now in (
+                (own._parameters, module._parameters),
+                (own._buffers, module._buffers),
+            ):
+                before.update({key: value for key, value in now.items() if value is not None})
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:

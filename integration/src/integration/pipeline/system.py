@@ -12,17 +12,14 @@ from integration.pipeline.rank_pipeline import (
     RankPipeline,
     make_layout,
 )
-from integration.pipeline.schedules import PipelineSchedule, get_schedule
+from integration.pipeline.schedules import get_schedule
 from integration.pipeline.stage_parallelism import (
     STAGE_SYSTEMS,
-    SUPPORTED_SCHEDULES,
     TENSOR_PARALLEL,
-    UNSUPPORTED_REASONS,
-    check_degrees,
 )
 from integration.systems.base import System
 from integration.systems.clip import clip_gradients
-from integration.train.config import TrainConfig
+from integration.train.config import DIST_RNG_RANDOM, TrainConfig
 
 
 class PipelineSystem(System):
@@ -34,26 +31,29 @@ class PipelineSystem(System):
     Args:
         inner: system that parallelizes a stage.
         layout: stages of the model.
+        one_device_random: whether dropout draws one device's masks, by dist-rng.
     """
 
-    def __init__(self, inner: System, layout: PipelineLayout) -> None:
+    def __init__(self, inner: System, layout: PipelineLayout, *, one_device_random: bool) -> None:
         super().__init__(inner.degrees, device=inner.device)
         self.name = f"{inner.name}+pp"
         self.supports_all_optimizers = inner.supports_all_optimizers
         self.shards_batches = inner.shards_batches
+        self.accepts_deferred_init = inner.accepts_deferred_init
         self._inner, self._layout = inner, layout
+        self._one_device_random = one_device_random
         self._running: RankPipeline | None = None
 
     def check(self, world_size: int, shape: ModelShape) -> None:
         """Validates the inner system on the ranks of a stage."""
         ranks = world_size // self._layout.degree
-        if self._inner.name == "plan":
-            check_degrees(self.degrees, ranks)
         self._inner.check(ranks, shape)
 
-    def dropout_on_dtensors(self, shape: ModelShape) -> bool:
-        """Returns whether it has under the inner system; only plans compute on DTensors."""
-        return self._inner.name == "plan" and self._inner.dropout_on_dtensors(shape)
+    def dist_rng_draws_dropout(self, shape: ModelShape) -> bool:
+        """Returns whether all ranks of a stage draw for the same samples, as one device does."""
+        if self._inner.name == "plan":
+            return self._inner.dist_rng_draws_dropout(shape)
+        return self._inner.name == "single"
 
     def data_parallel_degree(self, world_size: int) -> int:
         """Returns the data parallel degree within a stage."""
@@ -61,29 +61,31 @@ class PipelineSystem(System):
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Returns this rank's part of the model; parameters have the full model's names."""
-        axis = "tp" if self._inner.name in TENSOR_PARALLEL else "dp"
+        axes = self.degrees.axes
+        if self._inner.name != "plan":
+            axis = "tp" if self._inner.name in TENSOR_PARALLEL else "dp"
+            axes = {axis: world_size // self._layout.degree}
         mesh = init_device_mesh(
             self.device.type,
-            (self._layout.degree, world_size // self._layout.degree),
-            mesh_dim_names=("pp", axis),
+            (self._layout.degree, *axes.values()),
+            mesh_dim_names=("pp", *axes),
         )
-        self._running = RankPipeline(self._layout, self._inner, model, shape, mesh)
+        self._running = RankPipeline(
+            self._layout, self._inner, model, shape, mesh,
+            one_device_random=self._one_device_random,
+        )  # fmt: skip
         return self._running.model
 
     def forward_backward(self, model: nn.Module, batch: Batch, *, parts: int, last: bool) -> Tensor:
         """Runs the schedule on a microbatch; returns its loss on all ranks of the pipeline."""
-        del model, last
+        del model
         assert self._running is not None
-        return self._running.forward_backward(batch, parts)
+        return self._running.forward_backward(batch, parts, last=last)
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clips gradients by their total norm over all stages."""
         assert self._running is not None
         return clip_gradients(model.parameters(), max_norm, group=self._running.group)
-
-
-# Systems that parallelize a stage of a DiT without replacing its parameters.
-_DIT_SYSTEMS = ("single", "ddp")
 
 
 def with_pipeline(system: System, shape: ModelShape, config: TrainConfig, world: int) -> System:
@@ -103,13 +105,7 @@ def with_pipeline(system: System, shape: ModelShape, config: TrainConfig, world:
             f"--pp-degree: expected a divisor of the {world} ranks, got {config.pp_degree};"
             " give another, or another number of ranks"
         )
-    _check_stage_system(system.name, schedule)
-    if shape.family == "dit" and system.name not in _DIT_SYSTEMS:
-        raise UsageError(
-            f"system {system.name!r} does not support --pp-degree for a DiT, whose stages share"
-            " the parameter of position embeddings; use --system"
-            f" {' or '.join(_DIT_SYSTEMS)}"
-        )
+    _check_stage_system(system.name)
     microbatches = config.pp_microbatches or config.micro_batch
     if config.micro_batch % microbatches:
         raise UsageError(
@@ -129,19 +125,15 @@ def with_pipeline(system: System, shape: ModelShape, config: TrainConfig, world:
         microbatches=microbatches,
     )
     return PipelineSystem(
-        system, make_layout(options, build_model_on_meta(shape, dropout=config.dropout))
+        system,
+        make_layout(options, build_model_on_meta(shape, dropout=config.dropout)),
+        one_device_random=config.random == DIST_RNG_RANDOM,
     )
 
 
-def _check_stage_system(system: str, schedule: PipelineSchedule) -> None:
+def _check_stage_system(system: str) -> None:
     if system not in STAGE_SYSTEMS:
         raise UsageError(
             f"system {system!r} does not support --pp-degree;"
             f" use one of: {', '.join(STAGE_SYSTEMS)}"
-        )
-    if schedule.name not in SUPPORTED_SCHEDULES[system]:
-        raise UsageError(
-            f"system {system!r} does not support --pp-schedule {schedule.name}:"
-            f" {UNSUPPORTED_REASONS[system]};"
-            f" use --pp-schedule {' or '.join(SUPPORTED_SCHEDULES[system])}, or --system fsdp2"
         )

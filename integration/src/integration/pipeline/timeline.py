@@ -16,6 +16,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from integration.pipeline.schedules import PipelineSchedule
+from integration.pipeline.stage import Stage
 
 FORWARD = "F"
 BACKWARD = "B"
@@ -37,8 +38,8 @@ class Action:
     seconds: float
 
 
-class TimedStage(PipelineStage):
-    """A ``PipelineStage`` that appends its actions to ``log``, a list shared by a rank's stages."""
+class TimedStage(Stage):
+    """A `Stage` that appends its actions to ``log``, a list shared by a rank's stages."""
 
     log: list[Action]
 

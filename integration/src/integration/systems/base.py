@@ -83,8 +83,8 @@ class System(ABC):
         """Whether ``--init sharded`` draws DTensors."""
         return self.accepts_deferred_init or self.accepts_meta_model
 
-    def dropout_on_dtensors(self, shape: ModelShape) -> bool:
-        """Returns whether dropout in a model's layers runs on DTensors."""
+    def dist_rng_draws_dropout(self, shape: ModelShape) -> bool:
+        """Returns whether dist-rng draws the masks of dropout in a model's layers."""
         del shape
         return False
 

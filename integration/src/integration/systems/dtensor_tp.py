@@ -74,7 +74,7 @@ class DTensorTensorParallel(System):
         del world_size
         return 1
 
-    def dropout_on_dtensors(self, shape: ModelShape) -> bool:
+    def dist_rng_draws_dropout(self, shape: ModelShape) -> bool:
         """Returns True for decoders, whose attention is on DTensors; a DiT's is on local ones."""
         return shape.modality is Modality.TEXT
 

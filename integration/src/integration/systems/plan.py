@@ -32,7 +32,7 @@ class PlanSystem(System):
         del world_size
         return self.degrees.data
 
-    def dropout_on_dtensors(self, shape: ModelShape) -> bool:
+    def dist_rng_draws_dropout(self, shape: ModelShape) -> bool:
         """Returns True: layers compute on DTensors, or static mode draws as if on them."""
         del shape
         return True

@@ -15,13 +15,17 @@ from plan_api import Phase, Plan, zoo
 _GRANULARITY = "rows(32)"
 
 
-def plan_of(shape: ModelShape, mesh: DeviceMesh, degrees: Degrees) -> Plan:
+def plan_of(
+    shape: ModelShape, mesh: DeviceMesh, degrees: Degrees, *, in_pipeline: bool = False
+) -> Plan:
     """Returns the plan of a model of ``shape``.
 
     Args:
         shape: shape of a model whose family the zoo has.
         mesh: mesh with the axes of ``degrees``.
         degrees: validated degrees.
+        in_pipeline: whether fully_shard keeps parameters gathered between forward and backward, as
+            the schedules of pipelines reshard them, after a stage's last backward.
     """
     names = mesh.mesh_dim_names or ()
     data = [axis for axis in names if axis in ("dp", "ep")]
@@ -42,7 +46,7 @@ def plan_of(shape: ModelShape, mesh: DeviceMesh, degrees: Degrees) -> Plan:
         plan.shard(r".*\.weight", Shard(0), "dp")
         plan.shard(r".*\.weight", Replicate(), "dp", Phase.RUN)
     elif degrees.dp_shard > 1:
-        _fully_shard(plan, shape, data, degrees)
+        _fully_shard(plan, shape, data, degrees, reshard=False if in_pipeline else None)
     return plan
 
 
@@ -63,11 +67,18 @@ def with_noise_loss(plan: Plan, *dp: str) -> Plan:
     return plan
 
 
-def _fully_shard(plan: Plan, shape: ModelShape, data: list[str], degrees: Degrees) -> None:
+def _fully_shard(
+    plan: Plan, shape: ModelShape, data: list[str], degrees: Degrees, reshard: bool | None
+) -> None:
     """Adds fully_shard of layers and root; expert parallel experts are sharded along "dp" only."""
     layers = re.escape(shape.layers) + r"\.\d+"
     flat = len(data) > 1
-    shard = partial(plan.fully_shard, granularity=_GRANULARITY, placements=degrees.placements)
+    shard = partial(
+        plan.fully_shard,
+        granularity=_GRANULARITY,
+        reshard_after_forward=reshard,
+        placements=degrees.placements,
+    )
     if flat:
         shard(rf"{layers}\.mlp\.experts", "dp")
     for path in (layers, ""):

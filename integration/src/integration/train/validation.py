@@ -370,7 +370,7 @@ def _check_random(config: TrainConfig, system: System, shape: ModelShape) -> Non
             f" use --random {NATIVE_RANDOM}"
         )
     draws_weights = config.init == "sharded" and system.init_on_dtensors
-    drops_out = config.dropout > 0 and system.dropout_on_dtensors(shape)
+    drops_out = config.dropout > 0 and system.dist_rng_draws_dropout(shape)
     if not (draws_weights or drops_out):
         raise UsageError(
             f"--random dist-rng: expected random numbers for DTensors, of which system"

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from plan_api.inspect.explain import Explanation, explain, print_explanation
+from plan_api.lowering.stage import entries_of_stage
 from plan_api.spec.plan_entries import PlanEntries
 from plan_api.spec.serialization import entries_from_json, entries_to_json
 from plan_api.spec.tp_plan import add_tp_plan
@@ -41,6 +42,27 @@ class Plan(PlanEntries):
         found = explain(self, model)
         print_explanation(found)
         return found
+
+    def for_stage(self, stage: nn.Module, model: nn.Module, *, last: bool) -> Self:
+        """Returns the plan of a pipeline stage, which is a part of this plan's model.
+
+        Its modules and tensors have their names in the model. Left out are entries for modules and
+        tensors that it has not, for arguments that its `forward` does not take, and, but for the
+        last stage, for outputs of the model. Add entries for what it takes and returns instead.
+
+        Args:
+            stage: a part of the model, on any device; it is not changed.
+            model: the whole model, on any device, ``meta`` included; it is not changed.
+            last: whether the stage returns what the model returns.
+
+        Raises:
+            ValueError: an entry names an input or output of several modules, of which the stage
+                calls some as the model does, and others not.
+        """
+        part = type(self)(self.mesh, cover=self.cover)
+        part.of_stage = True
+        part._entries = [*entries_of_stage(self.entries, stage, model, last=last)]
+        return part
 
     def to_json(self) -> str:
         """Returns this plan as text, for `from_json`."""

@@ -2,6 +2,8 @@
 
 import gc
 import inspect
+import resource
+import weakref
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from plan_api import Phase, Plan, deferred_init, options, parallelize, zoo
+from plan_api.runtime.deferred_init import tape_of
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, run_ranks
 from testkit.inspection.call_forms import call_forms
 
@@ -175,15 +178,58 @@ def test_a_model_that_reads_values_is_refused():
 
 
 def test_the_tape_is_freed_with_the_model():
-    from plan_api.runtime import deferred_init as deferred
-
-    gc.collect()
-    before = len(deferred._tapes)
     model = deferred_init(nn.Linear, 4, 4)
-    assert len(deferred._tapes) == before + 1
+    tape = weakref.ref(tape_of(model))
+    gc.collect()
+    assert tape() is tape_of(model)
     del model
     gc.collect()
-    assert len(deferred._tapes) == before
+    assert tape() is None
+
+
+class Parts(nn.Module):
+    """Two parts, with numbers of all kinds drawn for each, and a tensor of a third."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Odd(), Odd()
+        self.bias = nn.Parameter(torch.rand(5))
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_a_part_has_the_bits_that_it_has_in_the_model(mesh, name):
+    expected, following = states_of(Parts)
+    names = [one for one, _ in (*Parts().named_parameters(), *Parts().named_buffers())]
+    torch.manual_seed(0)
+    part = parallelize(getattr(deferred_init(Parts), name), Plan(mesh).shard("scaled", S0, "dp"))
+    after = torch.rand(3)
+    states = dict([*part.named_parameters(), *part.named_buffers()])
+    whole = dict(zip(names, expected, strict=True))
+    for own, state in states.items():
+        native = whole[f"{name}.{own}"]
+        native = native[:4] if own == "scaled" else native  # of rank 0
+        assert torch.equal(state.to_local(), native), own
+    assert torch.equal(after, following)
+
+
+def test_a_part_allocates_nothing_of_other_parts():
+    """4 GiB of random numbers of another part advance the generator, and are not drawn."""
+
+    def make():
+        model = nn.Module()
+        model.first, model.between = nn.Linear(8, 8), nn.Linear(2, 2)
+        model.between.weight = nn.Parameter(torch.empty(2**15, 2**15).uniform_())
+        model.second = nn.Linear(8, 8)
+        return model
+
+    with fake_mesh((4,), ("dp",)) as mesh:
+        torch.manual_seed(3)
+        model = deferred_init(make)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        second = parallelize(model.second, Plan(mesh))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert second.weight.to_local().abs().sum() > 0
+        assert peak < 2**19, "KiB"
 
 
 def test_trunc_normal_is_recorded_while_a_model_is_made():

@@ -49,8 +49,8 @@ class TorchTitanStyle(System):
         del world_size
         return rank // self.degrees.tp
 
-    def dropout_on_dtensors(self, shape: ModelShape) -> bool:
-        """Returns whether it has after attention and MLP; attention itself is on local tensors."""
+    def dist_rng_draws_dropout(self, shape: ModelShape) -> bool:
+        """Returns whether it does after attention and MLP; attention itself is on local tensors."""
         return shape.family == "dit" and self.degrees.tp > 1
 
     def check(self, world_size: int, shape: ModelShape) -> None:

@@ -1,0 +1,46 @@
+"""torch's pipeline stage for modules that return DTensors, or what a model returns."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+
+from integration.models import loss_of
+from integration.pipeline.stage_random import StageRandom
+
+
+class Stage(PipelineStage):
+    """A ``PipelineStage`` that returns the loss, or this rank's shards of what it passes on.
+
+    Stages of one rank and the next rank's have the same placements, so that plain tensors are sent.
+
+    Attributes:
+        random: where its random numbers are in one device's stream; None: they are this rank's.
+    """
+
+    random: StageRandom | None = None
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Runs a microbatch; torch's schedules call it."""
+        if self.random is not None:
+            self.random.enter(self.stage_index, fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module; torch's schedules call it for each microbatch."""
+        output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return stage_output(output, last=self.is_last)
+
+
+def stage_output(output: Any, *, last: bool) -> Any:
+    """Returns the loss in the last stage's output, and the local tensors of another's."""
+    if last:
+        loss = loss_of(output)
+        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+    return tuple(map(_local, output)) if isinstance(output, tuple) else _local(output)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    # A copy, as zero-bubble schedules detach a stage's outputs in place, which views forbid.
+    return tensor.to_local().clone() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,38 @@
+"""The place of a pipeline stage in its model, for what parallelizes the stage."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from integration.models import ModelShape
+from integration.pipeline.split import Chain
+from integration.systems.degrees import Degrees
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """The place of a stage in the model, and its mesh.
+
+    Attributes:
+        mesh: mesh of the ranks that share the stage: one-dimensional, but of a plan's axes for
+            plans.
+        model: the full model, for its names.
+        chain: units of the full model.
+        units: names of the stage's units.
+        shape: shape of the full model.
+        degrees: degrees of the system.
+    """
+
+    mesh: DeviceMesh
+    model: nn.Module
+    chain: Chain
+    units: Sequence[str]
+    shape: ModelShape
+    degrees: Degrees
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the stage's layers."""
+        return [unit for unit in self.units if unit in self.chain.layers]

@@ -1,0 +1,108 @@
+"""Parallelizes a pipeline stage by its part of a plan of the zoo.
+
+Stages send each other the shards that their ranks have, as plain tensors: hidden states are sharded
+on the batch, on the sequence by context parallelism, and by sequence parallelism as between layers.
+It is imported on use, as other systems need only torch.
+"""
+
+import re
+import weakref
+from collections.abc import Iterator
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from integration.pipeline.families import PassedTensor, family_of
+from integration.pipeline.stage_context import StageContext
+from integration.systems.zoo import plan_of
+from plan_api import Plan, installed, parallelize
+
+
+def parallelize_stage(part: nn.Module, context: StageContext) -> nn.Module:
+    """Applies the plan of the full model to a part of it."""
+    mode: Literal["static", "eager"] = "static" if context.degrees.static else "eager"
+    model = parallelize(part, stage_plan(part, context), mode=mode)
+    if mode == "static":
+        _show_leaves(model)
+    return model
+
+
+def _show_leaves(model: nn.Module) -> None:
+    """Makes a stage's ``parameters`` return the leaves of autograd's graph.
+
+    torch's schedules that split the backward look for them there. Optimizers and checkpoints see
+    another module (`RankPipeline.model`).
+    """
+    leaves, alive = installed(model).gradients.leaves, weakref.ref(model)
+
+    def parameters(recurse: bool = True) -> Iterator[Tensor]:
+        stage = alive()
+        assert stage is not None
+        return leaves(nn.Module.parameters(stage, recurse))
+
+    model.parameters = parameters  # type: ignore[method-assign, assignment]
+
+
+def stage_plan(part: nn.Module, context: StageContext) -> Plan:
+    """Returns the plan of a stage, with the placements of what stages pass on."""
+    family, following = family_of(context.model), _unit_after(context)
+    plan = plan_of(context.shape, context.mesh, context.degrees, in_pipeline=True)
+    plan = plan.for_stage(part, context.model, last=following is None)
+    if following is not None:
+        for number, tensor in enumerate(family.passed):
+            plan.annotate(f"<out:{number}>", boundary(tensor, context, following))
+    first = context.units[0]
+    if first == context.chain.units[0]:
+        return plan
+    for tensor in family.passed:
+        plan.annotate(f"<in:{tensor.name}>", boundary(tensor, context, first))
+    if context.degrees.static and family.sequence_length_matters:
+        _gather_sequence(plan, context, first)
+    return plan
+
+
+def boundary(tensor: PassedTensor, context: StageContext, first: str) -> list[Placement]:
+    """Returns the placements of a tensor that enters a stage, whose first unit is ``first``."""
+    placements: list[Placement] = []
+    for axis in context.mesh.mesh_dim_names or ():
+        if axis in ("dp", "ep"):
+            placements.append(Shard(0))
+        elif tensor.is_sequence and (axis == "cp" or _shards_sequence(axis, context, first)):
+            placements.append(Shard(1))
+        else:
+            placements.append(Replicate())
+    return placements
+
+
+def _shards_sequence(axis: str, context: StageContext, first: str) -> bool:
+    """Whether sequence parallelism has sharded what enters a unit; the first layer shards it."""
+    before = (*context.chain.inputs, context.chain.layers[0])
+    return axis == "tp" and context.degrees.sp and first not in before
+
+
+def _gather_sequence(plan: Plan, context: StageContext, first: str) -> None:
+    """Gathers hidden states for the model's own code, which has no DTensors in static mode.
+
+    It computes positions from the length of the sequence. The stage's first unit shards them again,
+    as the model's first layer does.
+    """
+    if not _shards_sequence("tp", context, first):
+        return
+    whole, rest = Replicate(), Shard(1)
+    (tensor,) = family_of(context.model).passed
+    plan.redistribute(f"<in:{tensor.name}>", rest, whole, "tp", grad_src=whole, grad_dst=rest)
+    unit = f"{re.escape(first)}.<in>"
+    if first != context.chain.units[-1]:
+        plan.redistribute(unit, whole, rest, "tp")
+        return
+    logits = Partial() if context.degrees.loss_parallel else whole
+    plan.redistribute(unit, whole, whole, "tp", grad_src=logits, grad_dst=whole)
+
+
+def _unit_after(context: StageContext) -> str | None:
+    """Returns the first unit of the next stage; None for the last stage."""
+    units = context.chain.units
+    end = units.index(context.units[-1]) + 1
+    return units[end] if end < len(units) else None
