@@ -73,9 +73,12 @@ def fill_tensor(
     """Fills this rank's part of ``tensor`` with what one device would have drawn there."""
     if isinstance(tensor, DTensor):
         first_draw_check(tensor.device_mesh, generator)
+    local, region = local_of(tensor), local_region(tensor)
+    if local.ndim != len(region.global_shape):  # on a rank outside of the mesh torch's has one dim
+        local = local.new_empty(region.grid_shape)
     functional.fill(
-        local_of(tensor),
-        local_region(tensor),
+        local,
+        region,
         draw,
         probabilities=probabilities,
         generator=generator,

@@ -67,7 +67,7 @@ def lower(plan: PlanEntries, model: nn.Module, *, strict: bool = False) -> Lower
     if plan.cover:
         check_cover(model, placed)
     fully_sharded = {name: entries[-1] for name, entries in entries_of_modules.items()}
-    validate(model, ops, placed, fully_sharded, plan.mesh)
+    validate(model, ops, placed, fully_sharded, plan.mesh, of_stage=plan.of_stage)
     return Lowered(
         tuple(ops),
         tuple(overrides),

@@ -47,6 +47,8 @@ def validate(
     schedules: Mapping[str, Schedule],
     fully_sharded: Mapping[str, FullyShard],
     mesh: DeviceMesh,
+    *,
+    of_stage: bool = False,
 ) -> None:
     """Refuses what a plan asks for and a model, or another entry, does not allow.
 
@@ -56,6 +58,7 @@ def validate(
         schedules: of parameters and buffers, by their first names.
         fully_sharded: modules that fsdp is applied to, by path.
         mesh: of the plan.
+        of_stage: whether other entries of the plan apply to other stages of a pipeline.
 
     Raises:
         ValueError: names the entries, and the module or parameter.
@@ -68,7 +71,7 @@ def validate(
     _check_dtypes_of_fully_sharded(model, schedules, fully_sharded, mesh)
     _check_interleaved_dims(ops, schedules, mesh)
     _check_local_regions(ops)
-    _check_orders(ops)
+    _check_orders(ops, of_stage=of_stage)
     _check_key_value_heads(ops, model, mesh)
     _check_units(ops, model, schedules, mesh)
     _check_expert_modules(ops)
@@ -364,11 +367,16 @@ def _check_attributes(entry: EntryRef, module: nn.Module, number: int) -> None:
         )
 
 
-def _check_orders(ops: Sequence[Op]) -> None:
-    """Refuses two orders of a sequence along one axis, and a reordered one without attention."""
+def _check_orders(ops: Sequence[Op], *, of_stage: bool) -> None:
+    """Refuses two orders of a sequence along one axis, and a reordered one without attention.
+
+    Attention may be on other stages of a pipeline.
+    """
     attended = {op.axis for op in ops if op.kind is OpKind.CONTEXT}
     for op in ops:
-        if op.kind is OpKind.ORDER and _order(op) != "contiguous" and op.axis not in attended:
+        if of_stage or op.kind is not OpKind.ORDER:
+            continue
+        if _order(op) != "contiguous" and op.axis not in attended:
             raise ValueError(
                 f"{op.entry.description}: expected a context() entry along {op.axis!r}, without "
                 f"which attention takes tokens in order {_order(op)!r} for neighbours, got none; "

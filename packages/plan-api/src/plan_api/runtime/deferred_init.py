@@ -2,7 +2,9 @@
 
 While the model is initialised its tensors are fake, and the calls on them are recorded on a *tape*.
 The tape is replayed on DTensors: random numbers are drawn by dist-rng, so a shard has the numbers
-that the global tensor would have there (veScale, appendix 12).
+that the global tensor would have there (veScale, appendix 12). It can be replayed for a part of the
+model, such as a pipeline stage: of calls that the part does not depend on, only those that draw
+random numbers are repeated, without memory, so that the generator advances as on one device.
 """
 
 from __future__ import annotations
@@ -10,14 +12,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -147,6 +153,8 @@ class _Replay:
         self._targets = {id(one): to for one, to in targets}
         self._done: dict[int, torch.Tensor] = {}
         self._random_shards = random_shards
+        self._needed = _storages_needed(calls, [one for one, _ in targets])
+        self._outside: DeviceMesh | None = None
         self._real: dict[int, torch.Tensor] = {}
         self._shards = self._made_by_shards(targets)
 
@@ -159,8 +167,11 @@ class _Replay:
         for at, call in enumerate(self._calls):
             if at in self._seeded:
                 torch.set_rng_state(self._seeded[at])
-            results = self._call(call)
-            self._real.update(zip(map(id, call.results), results, strict=True))
+            if any(_storage(one) in self._needed for one in call.tensors()):
+                results = self._call(call)
+                self._real.update(zip(map(id, call.results), results, strict=True))
+            elif _is_random(call):
+                self._skip_numbers(call)
             for one in call.tensors():
                 finished.setdefault(last[_storage(one)], []).append(one)
             # A whole tensor is sharded after its last call, so that few exist at a time.
@@ -179,6 +190,28 @@ class _Replay:
         )
         results = pytree.tree_leaves(call.func(*args, **kwargs))
         return [results[at] for at in call.result_indices]
+
+    def _skip_numbers(self, call: _RecordedCall) -> None:
+        """Advances the generator by the random numbers of a call whose result is not needed."""
+        first = call.args[0] if call.args else None
+        if self._random_shards and call.writes_elements and isinstance(first, torch.Tensor):
+            empty = self._held_by_others(first)
+            call.func(empty, *call.args[1:], **call.kwargs)
+            return
+        # How many numbers it draws may depend on their values, as in `trunc_normal_`.
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _allocated, (call.args, call.kwargs))
+        call.func(*args, **kwargs)
+
+    def _held_by_others(self, tensor: torch.Tensor) -> DTensor:
+        """Returns a DTensor of a tensor's shape and dtype of which this rank holds nothing."""
+        if self._outside is None:
+            other = dist.get_rank() + 1  # a mesh without this rank; nothing is sent along it
+            self._outside = DeviceMesh(self._mesh.device_type, [other], _init_backend=False)
+        nothing = torch.empty([0] * tensor.ndim, dtype=tensor.dtype, device=self._mesh.device_type)
+        return DTensor.from_local(
+            nothing, self._outside, [Replicate()], run_check=False,
+            shape=tensor.shape, stride=tensor.stride(),
+        )  # fmt: skip
 
     def _uniform(self, call: _RecordedCall, placements: _Placements) -> torch.Tensor:
         shape = torch.Size(call.args[0])
@@ -244,7 +277,12 @@ def _recorded_initialisers(tape: Tape) -> Iterator[None]:
         nn.init._no_grad_trunc_normal_ = original
 
 
-_tapes: weakref.WeakKeyDictionary[nn.Module, Tape] = weakref.WeakKeyDictionary()
+class _DeferredMode(FakeTensorMode):
+    """The mode of the fake tensors of one model, which therefore know their tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.tape = tape
 
 
 def deferred_init(model_fn: Callable[..., _Model], *args: Any, **kwargs: Any) -> _Model:
@@ -267,7 +305,7 @@ def deferred_init(model_fn: Callable[..., _Model], *args: Any, **kwargs: Any) ->
     tape = Tape()
     try:
         with (
-            FakeTensorMode(allow_non_fake_inputs=True),
+            _DeferredMode(tape),
             _TapeRecorder(tape),
             _recorded_initialisers(tape),
         ):
@@ -277,13 +315,15 @@ def deferred_init(model_fn: Callable[..., _Model], *args: Any, **kwargs: Any) ->
             f"deferred_init: expected a model that does not read values of its tensors while it is "
             f"made, got {error}: make it without deferred_init, and pass it to parallelize"
         ) from error
-    _tapes[model] = tape
     return model
 
 
 def tape_of(model: nn.Module) -> Tape | None:
-    """Returns the tape of a model of `deferred_init`; None for others."""
-    return _tapes.get(model)
+    """Returns the tape of a model of `deferred_init`, or of a part of one; None for others."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if isinstance(tensor, FakeTensor) and isinstance(tensor.fake_mode, _DeferredMode):
+            return tensor.fake_mode.tape
+    return None
 
 
 def seed_descriptions(model: nn.Module) -> Iterator[str]:
@@ -299,6 +339,25 @@ def _is_random(call: _RecordedCall) -> bool:
     if not isinstance(call.func, torch._ops.OpOverload):
         return True
     return torch.Tag.nondeterministic_seeded in call.func.tags
+
+
+def _storages_needed(
+    calls: Sequence[_RecordedCall], targets: Sequence[torch.Tensor]
+) -> frozenset[int]:
+    """Returns the storages of tensors, and of all that they are computed from."""
+    needed = {_storage(one) for one in targets}
+    for call in reversed(calls):
+        used = {_storage(one) for one in call.tensors()}
+        if used & needed:
+            needed |= used
+    return frozenset(needed)
+
+
+def _allocated(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor with memory in place of a fake one."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
 
 
 def _simple(placements: _Placements) -> _Placements:

@@ -77,6 +77,26 @@ class GradientReduction:
             self._requires_sync = before
             self._set_reducer_sync()
 
+    def reduce(self) -> None:
+        """Reduces what was accumulated under `no_sync`, outside of a backward; all ranks call it.
+
+        For programs without a last backward that could reduce it: the schedules of pipelines
+        compute some gradients by `torch.autograd.grad`, which calls no hooks.
+        """
+        self._collect()
+        self._reduce_all()
+
+    def leaves(self, parameters: Iterable[nn.Parameter]) -> Iterator[torch.Tensor]:
+        """Yields the leaf of autograd's graph that gets the gradient of each of some parameters.
+
+        It is the parameter in Eager, and a plain tensor on its memory in static mode. For programs
+        that search autograd's graph, as the schedules of pipelines do.
+
+        Args:
+            parameters: of the model.
+        """
+        yield from parameters
+
     def remove(self) -> None:
         """Removes its hooks from the parameters."""
         for handle in self._handles:
@@ -149,16 +169,26 @@ class GradientReduction:
             # As in torch/distributed/fsdp: called at the end of this backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
-    def _end_of_backward(self) -> None:
-        self._is_queued = False
+    def _collect(self) -> None:
+        """Does for gradients that autograd has not accumulated what the hooks do."""
+        for param in self._params:
+            if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
+                param.grad = sharded_like(param.placements, param.grad)
+
+    def _reduce_all(self) -> None:
+        """Reduces deferred gradients, and those accumulated under `no_sync`."""
         if self._reducer is not None:
             self._reducer.set_requires_gradient_sync(True)
             with reducing():
                 self._reducer.finish()
             self._set_reducer_sync()
-        elif self._may_reduce():  # deferred gradients, and those accumulated under no_sync
+        elif self._may_reduce():
             for param in self._params:
                 self._reduce_one(param)
+
+    def _end_of_backward(self) -> None:
+        self._is_queued = False
+        self._reduce_all()
         if self._coverage is not None:
             unused, self._coverage = self._coverage.unused_sites, None
             if unused:

@@ -46,6 +46,7 @@ class PlanEntries:
         self.mesh = mesh
         self.axes = axis_names(mesh)
         self.cover = cover
+        self.of_stage = False  # whether others of its entries apply to other stages of a pipeline
         self._entries: list[Entry] = []
 
     @property
@@ -444,6 +445,7 @@ class PlanEntries:
                 f"on both; make them for one mesh, with the axes that each needs"
             )
         joined = type(self)(self.mesh, cover=self.cover or other.cover)
+        joined.of_stage = self.of_stage or other.of_stage
         joined._entries = [*self._entries, *other._entries]
         return joined
 

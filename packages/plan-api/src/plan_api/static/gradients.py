@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -73,6 +73,12 @@ class LocalParamGradients(GradientReduction):
             gradient.reset()
         self._start(model)
 
+    def leaves(self, parameters: Iterable[nn.Parameter]) -> Iterator[torch.Tensor]:
+        """See `GradientReduction.leaves`."""
+        own = {id(one.source.param): one.source.tensor for one in self._local_gradients}
+        for param in parameters:
+            yield own.get(id(param), param)
+
     def by_name(self) -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], DTensor]]]:
         """Returns what modules use of each parameter, and what makes its gradient a DTensor."""
         found: dict[str, Any] = {
@@ -118,6 +124,17 @@ class LocalParamGradients(GradientReduction):
         gradient = self._local_gradients[number]
         gradient.assign()
         self._after_accumulate(gradient.source.param)
+
+    def _collect(self) -> None:
+        super()._collect()
+        for gradient in self._local_gradients:
+            if gradient.source.tensor.grad is None:
+                continue
+            if self._reducer is None:
+                gradient.assign()
+            else:
+                self._reducer.set_requires_gradient_sync(False)
+                self._reducer.accumulate(gradient.source.param, gradient.detach())
 
     def _end_of_backward(self) -> None:
         if self._reducer is None:
