@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from integration.models import model_shape
-from integration.train.config import read_toml
+from integration.train.config import NATIVE_RANDOM, read_toml
 from integration.train.validation import validate
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -20,7 +20,7 @@ EXCHANGES = {
     "llama-pp2-fsdp2-tp2": ("llama-hsdp2x2-tp2", {}),
     "llama-hsdp2x2-tp2": ("llama-pp2-fsdp2-tp2", {}),
     "llama-fsdp2-cp2-tp2": (
-        "llama-pp2-fsdp2-tp2", {"dropout": 0.0, "random": "stock", "micro_batch": 2},
+        "llama-pp2-fsdp2-tp2", {"dropout": 0.0, "random": NATIVE_RANDOM, "micro_batch": 2},
     ),
     "mixtral-fsdp4-ep2-tp2": ("mixtral-pp2-fsdp4-ep2", {}),
     "mixtral-pp2-fsdp4-ep2": ("mixtral-fsdp4-ep2-tp2", {}),

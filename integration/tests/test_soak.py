@@ -2,8 +2,8 @@
 
 import json
 import re
-from pathlib import Path
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
