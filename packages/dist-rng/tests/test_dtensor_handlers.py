@@ -18,8 +18,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
 import dist_rng
-from dist_rng import Region
+from dist_rng import Geometry, Region, single_device_rng
 from dist_rng._compat import torch_release
+from dist_rng.emulation.device import emulated_device
 from dist_rng.regions.placements import slice_of
 from testkit import CommLog, assert_bitwise, each_rank, fake_mesh
 
@@ -37,6 +38,9 @@ WITH_GENERATOR = {
     "uniform_": lambda x, g: x.clone().uniform_(generator=g),
     "normal_": lambda x, g: x.clone().normal_(generator=g),
     "exponential_": lambda x, g: x.clone().exponential_(generator=g),
+    "cauchy_": lambda x, g: x.clone().cauchy_(generator=g),
+    "geometric_": lambda x, g: x.clone().geometric_(0.3, generator=g),
+    "log_normal_": lambda x, g: x.clone().log_normal_(generator=g),
     "random_": lambda x, g: x.clone().random_(generator=g),
     "random_ to": lambda x, g: x.clone().random_(9, generator=g),
     "bernoulli_": lambda x, g: x.clone().bernoulli_(0.3, generator=g),
@@ -186,10 +190,10 @@ def test_the_error_for_a_partial_placement_names_operator_and_remedy(operate, me
 @pytest.mark.parametrize(
     "operate",
     [
-        lambda x: x.cauchy_(),
-        lambda x: x.log_normal_(),
         torch.poisson,
+        lambda x: torch.binomial(x, x),
         lambda x: F.rrelu(x, training=True),
+        lambda x: torch.ops.aten.geometric(x, 0.3),
     ],
 )
 def test_operators_that_are_not_reproduced_raise_and_draw_nothing(operate):
@@ -199,6 +203,30 @@ def test_operators_that_are_not_reproduced_raise_and_draw_nothing(operate):
         with pytest.raises(ValueError, match="dist-rng does not reproduce this operator's stream"):
             operate(dtensor)
         assert torch.equal(torch.get_rng_state(), before)
+
+
+ON_CPUS_ONLY = {
+    "cauchy_": lambda x: x.cauchy_(),
+    "geometric_": lambda x: x.geometric_(0.3),
+    "log_normal_": lambda x: x.log_normal_(),
+}
+
+
+@pytest.mark.parametrize("draw", ON_CPUS_ONLY.values(), ids=ON_CPUS_ONLY.keys())
+def test_operators_of_cpus_raise_where_a_gpu_is_emulated_and_draw_nothing(draw):
+    plain = torch.ones(4, 4)
+    with fake_mesh((2,)) as mesh:
+        sharded = distribute_tensor(plain, mesh, [S(0)], src_data_rank=None)
+        for emulation, x in [
+            (single_device_rng(geometry=Geometry.H100), plain),
+            (single_device_rng(geometry=Geometry.H100), sharded),
+            (emulated_device(Geometry.H100), sharded),
+        ]:
+            with emulation:
+                before = torch.get_rng_state()
+                with pytest.raises(ValueError, match="does not reproduce this operator's stream"):
+                    draw(x)
+                assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_probabilities_with_other_placements_raise():

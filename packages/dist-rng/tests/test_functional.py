@@ -24,6 +24,9 @@ FILLS = {
     "normal_": (lambda x, r: dist_rng.normal_(x, r, 2, 3), lambda x: x.normal_(2, 3)),
     "bernoulli_": (lambda x, r: dist_rng.bernoulli_(x, r, 0.3), lambda x: x.bernoulli_(0.3)),
     "exponential_": (lambda x, r: dist_rng.exponential_(x, r, 2), lambda x: x.exponential_(2)),
+    "cauchy_": (lambda x, r: dist_rng.cauchy_(x, r, 1, 2), lambda x: x.cauchy_(1, 2)),
+    "geometric_": (lambda x, r: dist_rng.geometric_(x, r, 0.2), lambda x: x.geometric_(0.2)),
+    "log_normal_": (lambda x, r: dist_rng.log_normal_(x, r), lambda x: x.log_normal_()),
     "randint_": (lambda x, r: dist_rng.randint_(x, r, -4, 9), lambda x: x.random_(-4, 9)),
     "random_": (dist_rng.random_, lambda x: x.random_()),
 }

@@ -25,23 +25,32 @@ LAYOUTS = {
 }
 
 
+DRAWS = {
+    "uniform_": lambda x: x.normal_().uniform_(),
+    "cauchy_": lambda x: x.cauchy_(),
+    "geometric_": lambda x: x.geometric_(0.2),
+    "log_normal_": lambda x: x.log_normal_(),
+}
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_rank_draws_its_part_of_one_devices_numbers(name):
     mesh_shape, placements = LAYOUTS[name]
     dist_rng = pytest.importorskip("dist_rng", reason="its entry points are tested where it is")
-    torch.manual_seed(7)
-    whole = torch.empty(12, 8).normal_().uniform_()
-    state = torch.get_rng_state()
     dist_rng.install()
     try:
-        for _rank, mesh in each_rank(mesh_shape):
-            expected = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-            drawn = torch.zeros_like(expected)
+        for draw in DRAWS.values():
             torch.manual_seed(7)
-            drawn.normal_().uniform_()
-            assert drawn.placements == tuple(placements)
-            assert_bitwise(drawn.to_local(), expected.to_local(), name)
-            assert torch.equal(torch.get_rng_state(), state)
+            whole, state = draw(torch.empty(12, 8)), torch.get_rng_state()
+            for _rank, mesh in each_rank(mesh_shape):
+                expected = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+                torch.manual_seed(7)
+                drawn = draw(torch.zeros_like(expected))
+                assert drawn.placements == tuple(placements)
+                assert_bitwise(drawn.to_local(), expected.to_local(), name)
+                assert torch.equal(torch.get_rng_state(), state)
+        for _rank, mesh in each_rank(mesh_shape):
+            drawn = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             torch.manual_seed(7)
             torch.nn.init.normal_(drawn)
             torch.nn.functional.dropout(drawn, 0.5)
