@@ -13,6 +13,7 @@ import torch.distributed.tensor as dt
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
@@ -155,21 +156,40 @@ def test_attention_with_dropout_on_the_cpu_draws_one_devices_mask(dim, causal):
         assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_multinomial_draws_on_replicas_and_raises_on_shards():
-    weights = torch.rand(4, 9)
+ON_GATHERED = {
+    "poisson": lambda x: torch.poisson(x),
+    "multinomial": lambda x: torch.multinomial(x, 3),
+}
+
+
+@pytest.mark.parametrize("draw", ON_GATHERED.values(), ids=ON_GATHERED.keys())
+def test_operators_on_gathered_inputs_do_not_communicate_on_replicas(draw):
+    full = torch.linspace(0.5, 9, 36).view(4, 9)
     torch.manual_seed(0)
-    expected = torch.multinomial(weights, 3)
-    with fake_mesh((2,), rank=1) as mesh:
+    expected, state = draw(full), torch.get_rng_state()
+    for _, mesh in each_rank((2, 2)):
         torch.manual_seed(0)
-        replica = distribute_tensor(weights, mesh, [R], src_data_rank=None)
-        assert_bitwise(torch.multinomial(replica, 3)._local_tensor, expected)
-        sharded = distribute_tensor(weights, mesh, [S(0)], src_data_rank=None)
-        with pytest.raises(ValueError, match=r"aten\.multinomial.*redistribute it to Replicate"):
-            torch.multinomial(sharded, 3)
-    with fake_mesh((2, 2)) as mesh:
-        sharded = distribute_tensor(weights, mesh, [R, S(0)], src_data_rank=None)
-        with pytest.raises(ValueError, match="redistribute it to Replicate"):
-            torch.multinomial(sharded, 3)
+        with CommLog() as log:
+            result = draw(distribute_tensor(full, mesh, [R, R], src_data_rank=None))
+        log.assert_counts({})
+        assert result.placements == (R, R)
+        assert_bitwise(result._local_tensor, expected)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("draw", ON_GATHERED.values(), ids=ON_GATHERED.keys())
+def test_operators_on_gathered_inputs_refuse_partial_ones_and_ranks_outside_the_mesh(draw):
+    with fake_mesh((2,)) as mesh:
+        partial = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
+        before = torch.get_rng_state()
+        with pytest.raises(ValueError, match="whose local values are summands; redistribute it"):
+            draw(partial)
+        assert torch.equal(torch.get_rng_state(), before)
+    with fake_mesh((4,), rank=3):
+        others = DeviceMesh("cpu", [0, 1])
+        x = DTensor.from_local(torch.ones(2, 4), others, [S(0)], run_check=False)
+        with pytest.raises(ValueError, match="call it on the ranks of the mesh"):
+            draw(x)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +210,6 @@ def test_the_error_for_a_partial_placement_names_operator_and_remedy(operate, me
 @pytest.mark.parametrize(
     "operate",
     [
-        torch.poisson,
         lambda x: torch.binomial(x, x),
         lambda x: F.rrelu(x, training=True),
         lambda x: torch.ops.aten.geometric(x, 0.3),
@@ -212,7 +231,9 @@ ON_CPUS_ONLY = {
 }
 
 
-@pytest.mark.parametrize("draw", ON_CPUS_ONLY.values(), ids=ON_CPUS_ONLY.keys())
+@pytest.mark.parametrize(
+    "draw", (ON_CPUS_ONLY | ON_GATHERED).values(), ids=[*ON_CPUS_ONLY, *ON_GATHERED]
+)
 def test_operators_of_cpus_raise_where_a_gpu_is_emulated_and_draw_nothing(draw):
     plain = torch.ones(4, 4)
     with fake_mesh((2,)) as mesh:
