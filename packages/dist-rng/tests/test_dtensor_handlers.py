@@ -129,29 +129,35 @@ def test_native_dropout_has_the_gradient_of_its_mask():
         assert_bitwise(x.grad._local_tensor, mask._local_tensor.float() * 2)
 
 
-BY_HEAD = pytest.param(
-    1,
-    id="by head",
-    marks=pytest.mark.skipif(
-        torch_release() < (2, 12),
-        reason="torch 2.11's DTensor does not flatten a sharded second dim",
-    ),
+flattens_by_head = pytest.mark.skipif(
+    torch_release() < (2, 12), reason="torch 2.11's DTensor does not flatten a sharded second dim"
 )
 
 
-@pytest.mark.parametrize("dim", [pytest.param(0, id="by batch"), BY_HEAD])
+@pytest.mark.parametrize(
+    "placements",
+    [
+        pytest.param((S(0), R), id="by batch"),
+        pytest.param((S(0), S(0)), id="by batch twice"),
+        pytest.param((R, S(1)), id="by head", marks=flattens_by_head),
+        pytest.param((S(0), S(1)), id="by batch and head", marks=flattens_by_head),
+        pytest.param((S(1), S(0)), id="by head and batch", marks=flattens_by_head),
+        pytest.param((R, R), id="replicas"),
+    ],
+)
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_with_dropout_on_the_cpu_draws_one_devices_mask(dim, causal):
+def test_attention_with_dropout_on_the_cpu_draws_one_devices_mask(placements, causal):
     generator = torch.Generator().manual_seed(1)
     heads = [torch.randn(4, 4, 6, 8, generator=generator) for _ in range(3)]
     attend = partial(F.scaled_dot_product_attention, dropout_p=0.3, is_causal=causal)
     torch.manual_seed(0)
     expected, state = attend(*heads), torch.get_rng_state()
-    for _, mesh in each_rank((2,)):
-        sharded = [distribute_tensor(x, mesh, [S(dim)], src_data_rank=None) for x in heads]
+    for _, mesh in each_rank((2, 2)):
+        sharded = [distribute_tensor(x, mesh, placements, src_data_rank=None) for x in heads]
         torch.manual_seed(0)
         with implicit_replication():  # torch makes the causal mask a plain tensor
             result = attend(*sharded)
+        assert result.placements == placements
         assert_bitwise(result._local_tensor, slice_of(expected, Region.of(result)))
         assert torch.equal(torch.get_rng_state(), state)
 

@@ -93,6 +93,30 @@ def test_attention_and_its_gradients_are_one_devices(options):
         assert_bitwise(part.grad, of_one_device.grad[:, of_one_device.shape[1] // 2 :])
 
 
+@pytest.mark.parametrize(
+    ("part", "dropout_p"),
+    [
+        (((2, 0, 0, 0), (0, 4, 6, 6)), 0.3),
+        (((0, 4, 0, 0), (2, 0, 6, 6)), 0.3),
+        (((2, 0, 0, 0), (0, 4, 6, 6)), 1.0),
+    ],
+    ids=["no batch", "no heads", "everything dropped"],
+)
+def test_the_generator_advances_where_a_rank_has_no_part_of_the_attention(part, dropout_p):
+    whole = torch.randn(2, 4, 6, 8)
+    torch.manual_seed(0)
+    F.scaled_dot_product_attention(whole, whole, whole, dropout_p=dropout_p)
+    state = torch.get_rng_state()
+    first, sizes = part
+    local, weights = torch.empty(*sizes[:3], 8), Region.box((2, 4, 6, 6), first, sizes)
+    torch.manual_seed(0)
+    result = dist_rng.scaled_dot_product_attention(
+        local, local, local, weights, dropout_p=dropout_p
+    )
+    assert result.shape == local.shape
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_attention_with_dropout_of_a_gpus_numbers_is_refused():
     x, weights = torch.randn(1, 2, 4, 4), Region.full((1, 2, 4, 4))
     with (

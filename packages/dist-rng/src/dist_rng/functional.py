@@ -212,6 +212,14 @@ def scaled_dot_product_attention(
     attend = torch._C._nn.scaled_dot_product_attention
     with _DrawByRegion(weights, None, generator):
         result: Tensor = attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if weights.numel == 0 and 0.0 < dropout_p < 1.0:
+        # torch's dropout of no weights returns before it draws; the global tensor has some.
+        fill(
+            query.new_empty(weights.grid_shape),
+            weights,
+            Bernoulli(1.0 - dropout_p),
+            generator=generator,
+        )
     return result
 
 
