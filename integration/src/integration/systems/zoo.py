@@ -42,7 +42,7 @@ def plan_of(shape: ModelShape, mesh: DeviceMesh, degrees: Degrees) -> Plan:
         plan.shard(r".*\.weight", Shard(0), "dp")
         plan.shard(r".*\.weight", Replicate(), "dp", Phase.RUN)
     elif degrees.dp_shard > 1:
-        _fully_shard(plan, shape, data, degrees)
+        _fully_shard(plan, shape, [*data, "cp"] if degrees.cp > 1 else data, degrees)
     return plan
 
 
@@ -63,12 +63,15 @@ def with_noise_loss(plan: Plan, *dp: str) -> Plan:
     return plan
 
 
-def _fully_shard(plan: Plan, shape: ModelShape, data: list[str], degrees: Degrees) -> None:
-    """Adds fully_shard of layers and root; expert parallel experts are sharded along "dp" only."""
-    layers = re.escape(shape.layers) + r"\.\d+"
-    flat = len(data) > 1
+def _fully_shard(plan: Plan, shape: ModelShape, axes: list[str], degrees: Degrees) -> None:
+    """Adds fully_shard of layers and root along some axes, flattened.
+
+    Experts are sharded along "ep" by the plan, and along "dp" by fully_shard, where ``dp_shard``
+    has ranks beyond those of ``ep``.
+    """
+    layers, copies = re.escape(shape.layers) + r"\.\d+", degrees.dp_replicate
     shard = partial(plan.fully_shard, granularity=_GRANULARITY, placements=degrees.placements)
-    if flat:
-        shard(rf"{layers}\.mlp\.experts", "dp")
+    if degrees.sends_tokens and degrees.dp_shard > degrees.ep:
+        shard(rf"{layers}\.mlp\.experts", "dp", replicate=copies)
     for path in (layers, ""):
-        shard(path, data, flat=flat, replicate=degrees.dp_replicate)
+        shard(path, axes, flat=len(axes) > 1, replicate=copies)
