@@ -69,8 +69,8 @@ DiT in squared error per pixel. "full": not in the default comparison, but in
 `nox -s integration -- full`. {absent}: not supported, or not compared: context parallelism has no
 dropout, and systems without deferred init, and pipelines, are compared with unsharded init and
 without dropout. A name is a value of `--systems` of the comparison. {large} needs 8 ranks and is
-trained if it is named; `integration/tests/test_three_axes.py` (nightly) trains products of three
-axes on 8 ranks.
+trained if it is named; `integration/tests/test_products.py` (nightly) trains more products, of
+three axes on 8 ranks, with the elements of each parameter counted.
 """
 
 

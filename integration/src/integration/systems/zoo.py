@@ -46,7 +46,8 @@ def plan_of(
         plan.shard(r".*\.weight", Shard(0), "dp")
         plan.shard(r".*\.weight", Replicate(), "dp", Phase.RUN)
     elif degrees.dp_shard > 1:
-        _fully_shard(plan, shape, data, degrees, reshard=False if in_pipeline else None)
+        axes = [*data, "cp"] if degrees.cp > 1 else data
+        _fully_shard(plan, shape, axes, degrees, reshard=False if in_pipeline else None)
     return plan
 
 
@@ -68,18 +69,21 @@ def with_noise_loss(plan: Plan, *dp: str) -> Plan:
 
 
 def _fully_shard(
-    plan: Plan, shape: ModelShape, data: list[str], degrees: Degrees, reshard: bool | None
+    plan: Plan, shape: ModelShape, axes: list[str], degrees: Degrees, reshard: bool | None
 ) -> None:
-    """Adds fully_shard of layers and root; expert parallel experts are sharded along "dp" only."""
-    layers = re.escape(shape.layers) + r"\.\d+"
-    flat = len(data) > 1
+    """Adds fully_shard of layers and root along some axes, flattened.
+
+    Experts are sharded along "ep" by the plan, and along "dp" by fully_shard, where ``dp_shard``
+    has ranks beyond those of ``ep``.
+    """
+    layers, copies = re.escape(shape.layers) + r"\.\d+", degrees.dp_replicate
     shard = partial(
         plan.fully_shard,
         granularity=_GRANULARITY,
         reshard_after_forward=reshard,
         placements=degrees.placements,
     )
-    if flat:
-        shard(rf"{layers}\.mlp\.experts", "dp")
+    if degrees.sends_tokens and degrees.dp_shard > degrees.ep:
+        shard(rf"{layers}\.mlp\.experts", "dp", replicate=copies)
     for path in (layers, ""):
-        shard(path, data, flat=flat, replicate=degrees.dp_replicate)
+        shard(path, axes, flat=len(axes) > 1, replicate=copies)
