@@ -46,7 +46,8 @@ class TrainConfig:
     """System: single, ddp, fsdp1, fsdp2, fsdp, deepspeed, dtensor-tp; or, with the degrees below,
     plan or torchtitan-style."""
     model: str = "llama-10m"
-    """Model: llama-10m, llama-tiny, mixtral-10m, mixtral-tiny, dit-3m, dit-small or dit-tiny."""
+    """Model: llama-10m, llama-tiny, llama-tied-tiny, mixtral-10m, mixtral-tiny, dit-3m, dit-small
+    or dit-tiny."""
     dp_replicate: Positive = 1
     """plan: data parallel degree with replicated parameters."""
     dp_shard: Annotated[int, AfterValidator(_positive_or_rest)] = 1
