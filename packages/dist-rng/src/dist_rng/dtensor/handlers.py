@@ -80,8 +80,8 @@ def fill_tensor(
     if isinstance(tensor, DTensor):
         first_draw_check(tensor.device_mesh, generator)
     local, region = local_of(tensor), local_region(tensor)
-    if local.ndim != len(region.global_shape):  # on a rank outside of the mesh torch's has one dim
-        local = local.new_empty(region.grid_shape)
+    if region.windows is None and local.ndim != len(region.global_shape):
+        local = local.new_empty(region.grid_shape)  # outside of the mesh torch's has one dim
     functional.fill(
         local,
         region,
