@@ -28,6 +28,7 @@ def test_the_command_line_overrides_toml_which_overrides_the_defaults(tmp_path):
         ("stepz = 3", r"run\.toml: stepz = 3: .*"),
         ("steps = 0", r"run\.toml: steps = 0: .*greater than or equal to 1"),
         ('steps = "many"', r"steps = 'many'"),
+        ("dp_shard = 0", r"dp_shard = 0: .*expected at least 1, or -1, which takes the rest"),
         ("learning_rate = -1.0", r"learning_rate = -1\.0"),
         ("steps =", "is not valid TOML"),
     ],
@@ -57,3 +58,9 @@ def test_bad_arguments_exit_with_2_and_name_the_option(arguments, capsys):
         parse_config(arguments)
     assert exit_info.value.code == 2
     assert arguments[0].lstrip("-") in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("arguments", [["--dp-shard", "-1"], ["--dp-shard=-1"], ["--config"]])
+def test_the_rest_of_the_ranks_is_an_option_and_a_key(arguments, tmp_path):
+    toml = [write(tmp_path, "dp_shard = -1")] if arguments == ["--config"] else []
+    assert parse_config([*arguments, *toml]).dp_shard == -1

@@ -41,6 +41,11 @@ TINY = {"model": "llama-tiny", "pp_degree": 2}
             "got 'model.layers.0' after 'model.layers.1'",
         ),
         ({"system": "fsdp1"}, 4, "system 'fsdp1' does not support --pp-degree; use one of: single"),
+        (
+            {"model": "llama-tied-tiny", "pp_schedule": "ZBVZeroBubble"}, 2,
+            "embed_tokens.weight, which is tied to lm_head.weight, on stages of two ranks or on one"
+            " stage, got stages 0 and 3 of one rank; use --pp-schedule 1F1B",
+        ),
         ({"system": "plan", "tp": 4}, 4, "number of ranks, 2, got 4 .tp 4.;"),
         ({"pp_split_points": "model.t_embedder", "model": "dit-tiny"}, 2, "got 'model.t_embedder'"),
         (

@@ -12,10 +12,11 @@ from integration.pipeline.split import (
     adopt_tensors,
     even_split,
     model_part,
-    require_untied,
     stage_units,
+    tied_parameters,
 )
 from integration.pipeline.stage import stage_output
+from integration.pipeline.tied import name_as_first
 from testkit import fake_mesh, models
 
 
@@ -146,10 +147,28 @@ def test_stages_of_a_diffusion_model_called_in_turn_have_its_loss():
     torch.testing.assert_close(in_turn(model, points, batch), model(**batch), rtol=0, atol=0)
 
 
-def test_a_tied_model_is_refused():
+def test_tied_parameters_are_found_by_the_units_that_share_them():
     model = models.llama(tie_word_embeddings=True)
-    with pytest.raises(UsageError, match=r"lm_head.weight is tied to model.embed_tokens.weight"):
-        require_untied(model, family_of(model).chain(model))
+    cut = family_of(model).chain(model)
+    (tied,) = tied_parameters(model, cut)
+    assert (tied.name, tied.unit) == ("model.embed_tokens.weight", "model.embed_tokens")
+    assert (tied.other_name, tied.other_unit) == ("lm_head.weight", "lm_head")
+    assert not tied_parameters(models.llama(), cut)
+    model.model.norm.weight = model.model.embed_tokens.weight
+    with pytest.raises(UsageError, match=r"at most two modules, got lm_head.weight, which is tied"):
+        tied_parameters(model, cut)
+
+
+def test_a_further_name_is_the_first_of_a_parameter():
+    model = models.llama()
+    cut = family_of(model).chain(model)
+    part = model_part(model, cut.units[2:], cut)
+    name_as_first(part, "model.embed_tokens.weight", part.lm_head.weight)
+    names = {name: id(one) for name, one in part.named_parameters()}
+    assert names["model.embed_tokens.weight"] == id(part.lm_head.weight)
+    assert "lm_head.weight" not in names  # named once
+    assert part.get_parameter("model.embed_tokens.weight") is part.lm_head.weight
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= part.state_dict().keys()
 
 
 def test_a_loss_of_all_layers_is_refused():

@@ -131,6 +131,34 @@ def test_stages_without_layers_train_under_sequence_parallelism(
     assert_near(losses, single("llama-tiny"))
 
 
+TIED = {"model": "llama-tied-tiny", "pp_degree": 2, "clip_grad_norm": 1.0}
+
+
+@pytest.mark.ranks
+def test_tied_embeddings_on_two_stages_train_as_one_matrix(single, run_all, tmp_path):
+    """Their gradient counts once in the norm; a checkpoint of one device has their name."""
+    expected = single("llama-tied-tiny", clip_grad_norm=1.0)
+    assert (expected - single("llama-tied-tiny")).abs().max() > 1e-3, "nothing was clipped"
+    (alone,) = run_all(tmp_path, 1, [{**TIED, "pp_degree": 1, "save_at": 4}])
+    middle = {"resume": str(tmp_path / "checkpoints" / "step-00000004")}
+    runs = [TIED, TIED | {"pp_schedule": "Interleaved1F1B"}, TIED | middle]
+    *whole, rest = run_all(tmp_path / "pipeline", 2, runs)
+    for losses in whole:
+        assert_near(losses, expected)
+    assert_near(rest, alone[4:])
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_tied_embeddings_train_under_every_system(single, run_all, tmp_path):
+    expected = single("llama-tied-tiny", clip_grad_norm=1.0)
+    names = [name for name in WITHIN if "model" not in WITHIN[name] and name != "cp"]
+    runs = [WITHIN[name] | TIED | {"pp_schedule": "InterleavedZeroBubble"} for name in names]
+    found = run_all(tmp_path, 4, [run | {"pp_microbatches": 4} for run in runs])
+    for name, losses in zip(names, found, strict=True):
+        assert (losses - expected).abs().max() <= 1e-5, name
+
+
 # Masks and weights of one device, which runs the same samples at a time as the pipeline.
 RANDOM = {"dropout": 0.1, "random": "dist-rng"}
 

@@ -258,14 +258,25 @@ def test_optimizers_of_fsdp_step_in_static_mode_as_in_eager(make):
     run_ranks(check, 4, timeout=180)
 
 
-def test_a_deferred_model_is_never_whole_on_a_rank():
+def _flat_plan(mesh):
+    plan = zoo.llama(mesh, tp=None, dp=("dp", "cp"))
+    plan.fully_shard(LAYER, ("dp", "cp"), "rows(2)", flat=True)
+    return plan.fully_shard("", ("dp", "cp"), flat=True)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "plan"),
+    [(("dp", "tp"), (4, 1), _plan), _further(("dp", "cp"), (2, 2), _flat_plan)],
+    ids=["one axis", "flattened axes"],
+)
+def test_a_deferred_model_is_never_whole_on_a_rank(axes, shape, plan):
     """At 4 ranks: a quarter, and once more what is on its way from plan to buffer."""
     wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
 
     def make():
-        mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
         model = deferred_init(lambda: models.llama(**wide))
-        return parallelize(model, _plan(mesh))
+        return parallelize(model, plan(mesh))
 
     def check():
         most, model = peak_bytes(make)

@@ -62,6 +62,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "PATH").mkdir()
     (tmp_path / "PATH" / "text.txt").write_text("All work and no play. " * 5000)
     (tmp_path / "run.toml").write_text('model = "llama-tiny"\nsteps = 2\n')
+    (tmp_path / "integration").mkdir()
+    (tmp_path / "integration" / "recipes").symlink_to(ROOT / "integration" / "recipes")
     return tmp_path
 
 

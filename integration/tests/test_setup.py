@@ -49,12 +49,33 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             2,
             "'ddp' does not take --tp 2; leave it out, or use one of: torchtitan-style, plan",
         ),
-        ({"system": "plan", "tp": 2}, 4, "number of ranks, 4, got 2 .tp 2."),
         (
-            {"system": "plan", "tp": 3},
-            3,
-            "3 ranks do not divide num_attention_heads",
+            {"system": "plan", "tp": 2},
+            4,
+            r"number of ranks, 4, got 2 \(tp 2\); give --dp-shard 2, or -1, which takes the rest",
         ),
+        (
+            {"system": "plan", "dp_replicate": 2, "tp": 3},
+            8,
+            r"got 6 \(dp_replicate 2 x tp 3\); give others, whose product is 1, 2, 4 or 8",
+        ),
+        (
+            {"system": "plan", "tp": 8},
+            8,
+            "--tp 8: expected a divisor of num_key_value_heads = 4, got 8; --tp 1, 2 or 4 would",
+        ),
+        (
+            {"system": "plan", "dp_shard": 2, "tp": 3},
+            6,
+            "--tp 3: expected a divisor of num_attention_heads = 8, got 3; --tp 1 or 2 would fit",
+        ),
+        (
+            {"system": "plan", "dp_shard": -1, "tp": 3},
+            4,
+            r"--dp-shard -1: expected other .* the 4 ranks, got 3 \(tp 3\); .* is 1, 2 or 4",
+        ),
+        ({"system": "plan", "dp_shard": -1, "pp_degree": 4}, 6, "--pp-degree: expected a divisor"),
+        ({"system": "ddp", "dp_shard": -1}, 1, "'ddp' does not take --dp-shard -1; leave it out"),
         ({"system": "plan", "sp": True}, 1, "--sp: expected --tp of at least 2, got 1"),
         (
             {"system": "plan", "loss_parallel": True},
@@ -67,21 +88,43 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             "--ep: expected a model with experts, got a llama",
         ),
         (
-            {"system": "plan", "model": "mixtral-tiny", "ep": 3, "dp_shard": 3, "micro_batch": 3},
-            3,
-            "3 ranks do not divide num_local_experts = 4",
+            {"system": "plan", "model": "mixtral-tiny", "ep": 3, "dp_shard": 6},
+            6,
+            "--ep 3: expected a divisor of num_local_experts = 4, got 3; --ep 1 or 2 would fit",
         ),
         (
             {"system": "plan", "model": "mixtral-tiny", "ep": 4, "tp": 2},
             2,
-            "expected the value of --tp, 2",
+            "--ep 4: expected a divisor of --dp-replicate 1, or the value of --tp, 2, got 4; --ep 1"
+            " or 2 would fit",
         ),
         (
-            {"system": "plan", "model": "mixtral-tiny", "ep": 4, "dp_shard": 2},
-            2,
-            "expected a divisor of",
+            {"system": "plan", "model": "mixtral-tiny", "ep": 4, "dp_shard": 2, "dp_replicate": 2},
+            4,
+            "--ep 4: expected a divisor of --dp-shard 2, got 4; --ep 1 or 2 would fit",
         ),
-        ({"system": "plan", "cp": 2, "sequence_length": 66}, 2, "multiple of 4"),
+        (
+            {"system": "plan", "cp": 4, "sequence_length": 20},
+            4,
+            "--cp 4: .* multiple of 8, .* two chunks .*, got 20; --cp 1 or 2 would fit, or"
+            " --sequence-length 16 or 24",
+        ),
+        (
+            {"system": "plan", "cp": 2, "cp_method": "ulysses", "sequence_length": 33},
+            2,
+            "--cp 2: .* multiple of 2, .* equal part .*, got 33; --cp 1 would fit",
+        ),
+        (
+            {"system": "plan", "dp_shard": 2, "tp": 4, "dropout": 0.1, "micro_batch": 1},
+            8,
+            "--dropout 0.1: expected --tp 4 to divide the 2 samples .*; --tp 1 or 2 would fit",
+        ),
+        (
+            {"system": "plan", "cp": 4, "tp": 2, "cp_method": "ulysses"},
+            8,
+            "ulysses: expected --cp 4 x --tp 2 to divide num_key_value_heads = 4, got 8; .* is 1, 2"
+            " or 4, or",
+        ),
         ({"system": "plan", "cp": 2, "static": True}, 2, "--static: expected --cp 1"),
         ({"system": "plan", "cp": 2, "model": "dit-tiny"}, 2, "--cp: expected a llama"),
         ({"system": "plan", "zero3": True}, 1, "--zero3: expected --dp-shard of at least 2"),
@@ -172,6 +215,11 @@ def test_a_configuration_that_cannot_run_is_refused(tmp_path, options, ranks, me
     with pytest.raises(UsageError, match=message):
         prepare(config, ranks)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_setup_has_the_rest_of_the_ranks_as_a_number(tmp_path):
+    config = TrainConfig(system="plan", model="llama-tiny", dp_shard=-1, out=tmp_path / "run")
+    assert prepare(config, 2).config == replace(config, dp_shard=2)
 
 
 def test_inductor_without_a_compiler_is_refused(tmp_path, monkeypatch):

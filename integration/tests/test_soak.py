@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +85,7 @@ def test_a_soak_that_did_not_finish_or_differs_does_not_pass(outcome, incident):
         (["--kinds", "kill,trip"], "--kinds: expected some of kill, stop, raise, got 'trip'"),
         (["--model", "gpt"], "unknown model 'gpt'"),
         (["--system", "single"], "expected 1 rank, got 2"),
+        (["--config", "a.toml", "--system", "fsdp"], "--system fsdp: expected it in --config a.t"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -133,6 +135,24 @@ def test_a_run_recovers_from_faults_of_every_kind(tmp_path, capsys):
     # What is there is neither written over nor taken for a soak.
     assert main([*short, "--out", str(out)]) == 2
     assert "already contains a run" in capsys.readouterr().err
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_product_of_parallelism_recovers_from_a_killed_rank(tmp_path, capsys):
+    """PP x FSDP x TP on 8 ranks, with dropout: the losses are those of a run without the fault."""
+    recipe = Path(__file__).parents[1] / "recipes" / "llama-pp2-fsdp2-tp2.toml"
+    out = tmp_path / "soak"
+    code = main(
+        [
+            *("--config", str(recipe), "--ranks", "8", "--kinds", "kill", "--timeout", "60"),
+            *("--steps", "12", "--every", "8", "--checkpoint-every", "4", "--out", str(out)),
+        ]
+    )
+    assert code == 0, capsys.readouterr().out
+    (incident,) = json.loads((out / "soak.json").read_text())["incidents"]
+    assert incident["fault"]["kind"] == "kill"
+    assert 0 < incident["from_step"] <= incident["at_step"]
 
 
 @pytest.mark.ranks

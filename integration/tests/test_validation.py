@@ -158,6 +158,25 @@ def test_the_number_of_ranks_is_given_or_the_environments(monkeypatch):
         validate(TrainConfig(ranks=2))
 
 
+@pytest.mark.parametrize(
+    ("others", "ranks", "number"),
+    [
+        ({}, 2, 2),
+        ({"tp": 2}, 8, 4),
+        ({"dp_replicate": 2, "cp": 2}, 8, 2),
+        ({"tp": 2}, 2, 1),
+        ({"tp": 2, "pp_degree": 2}, 4, 1),
+        ({"system": "torchtitan-style", "tp": 2, "sp": True}, 4, 2),
+    ],
+    ids=str,
+)
+def test_the_rest_of_the_ranks_is_a_number_once_options_are_validated(others, ranks, number):
+    options = TEXT | {"system": "plan", "dp_shard": -1, "micro_batch": 2} | others
+    run = validate(TrainConfig(**options), ranks)
+    assert run.config.dp_shard == run.system.degrees.dp_shard == number
+    assert run.batch_plan.degree == number * options.get("dp_replicate", 1)
+
+
 @pytest.mark.parametrize("ranks", [[], ["--ranks", "2"]], ids=str)
 def test_the_command_exits_with_2_before_a_process_starts(ranks, tmp_path, capsys, monkeypatch):
     def started(*_, **__):

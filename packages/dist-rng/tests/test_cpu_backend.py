@@ -16,9 +16,12 @@ from dist_rng.distributions import (
     AllIntegers,
     Bernoulli,
     BernoulliTensor,
+    Cauchy,
     Exponential,
     FusedDropout,
+    Geometric,
     Integers,
+    LogNormal,
     Normal,
     Uniform,
 )
@@ -35,6 +38,9 @@ CASES = [
     *product([Uniform(-0.3, 0.55)], FLOATS),
     *product([Normal(0.3, 1.7)], FLOATS),
     *product([Exponential(1.3)], FLOATS),
+    *product([Cauchy(0.3, 1.7)], FLOATS),
+    *product([Geometric(0.3)], (*FLOATS, *INTS)),
+    *product([LogNormal(0.3, 1.7)], FLOATS),
     *product([Bernoulli(0.3)], COMMON),
     *product([AllIntegers()], COMMON),
     *product([Integers(0, 2)], (*COMMON, *UNSIGNED)),
@@ -44,6 +50,10 @@ CASES = [
 EDGES = [
     *product([Uniform(), Uniform(1.0, 1.0000002), Uniform(2.0, 2.0)], FLOATS),
     *product([Normal(), Normal(1.0, 0.0), Exponential()], FLOATS),
+    *product([Cauchy(), Cauchy(1e30, 1e-30), LogNormal(), LogNormal(90.0, 9.0)], FLOATS),
+    *product([Geometric(1e-300), Geometric(1.0 - 2**-53)], FLOATS),
+    # Numbers beyond the dtype: the conversion of C++ to an integer wraps around.
+    *product([Geometric(1e-3), Geometric(1e-8)], (torch.uint8, torch.int16, torch.int64)),
     *product([Bernoulli(0.0), Bernoulli(1.0), Bernoulli(1e-300)], (torch.float32, torch.bool)),
     *product([Integers(0, 1)], (*COMMON, *UNSIGNED)),
     *product([Integers(0, 2**28 - 1), Integers(0, 2**28)], (torch.int32, torch.uint32)),
@@ -72,6 +82,12 @@ def torch_draw(tensor, draw, generator, probabilities=None):
             return tensor.normal_(mean, std, generator=generator)
         case Exponential(rate):
             return tensor.exponential_(rate, generator=generator)
+        case Cauchy(median, sigma):
+            return tensor.cauchy_(median, sigma, generator=generator)
+        case Geometric(p):
+            return tensor.geometric_(p, generator=generator)
+        case LogNormal(mean, std):
+            return tensor.log_normal_(mean, std, generator=generator)
         case Bernoulli(p):
             return tensor.bernoulli_(p, generator=generator)
         case BernoulliTensor():
@@ -211,7 +227,8 @@ def test_normal_blocks_remainders_and_pairs_of_every_length(dtype, numel):
         whole = Region.full((numel,))
         regions = [whole, *chunks(whole, 0, 3), *chunks(whole, 0, 7)]
         regions += [Region.flat((numel,), i, i + 1) for i in range(max(0, numel - 20), numel)]
-        check_regions(regions, Normal(0.3, 1.7), dtype, started(cached=cached))
+        for draw in (Normal(0.3, 1.7), LogNormal(0.3, 1.7)):
+            check_regions(regions, draw, dtype, started(cached=cached))
 
 
 SPREAD_CASES = [
@@ -219,6 +236,9 @@ SPREAD_CASES = [
     (Normal(), torch.float32),
     (Normal(), torch.bfloat16),
     (Normal(), torch.float64),
+    (LogNormal(), torch.float32),
+    (Cauchy(), torch.float64),
+    (Geometric(0.1), torch.int16),
     (Bernoulli(0.3), torch.uint8),
     (Integers(3, 100), torch.int64),
 ]
@@ -251,6 +271,9 @@ MIXED = [
     (Integers(0, 2**40), torch.int64, (3, 3)),
     (Normal(2.0, 3.0), torch.float32, (41,)),
     (Exponential(), torch.float64, (7,)),
+    (LogNormal(), torch.float32, (21,)),
+    (Cauchy(), torch.float16, (6,)),
+    (Geometric(0.2), torch.int8, (2, 9)),
     (AllIntegers(), torch.int16, (11,)),
     (Normal(), torch.float16, (0,)),
     (Normal(), torch.float16, (1,)),
@@ -261,7 +284,7 @@ MIXED = [
 def test_fifty_mixed_draws_end_with_one_devices_state_and_cached_sample(part):
     single, sharded = torch.Generator().manual_seed(4), torch.Generator().manual_seed(4)
     for step in range(50):
-        draw, dtype, shape = MIXED[step * 7 % len(MIXED)]
+        draw, dtype, shape = MIXED[step * 5 % len(MIXED)]
         expected = torch_draw(torch.empty(shape, dtype=dtype), draw, single)
         region = chunks(Region.full(shape), 0, 3)[part]
         local = torch.empty(region.grid_shape, dtype=dtype)
@@ -353,6 +376,14 @@ WRONG = [
     (Normal(0.0, float("nan")), torch.float32, ValueError, "standard deviation"),
     (Bernoulli(1.5), torch.float32, ValueError, "probability"),
     (Exponential(0.0), torch.float32, ValueError, "rate"),
+    (Cauchy(0.0, 0.0), torch.float32, ValueError, "sigma above 0"),
+    (Geometric(0.0), torch.float32, ValueError, "above 0 and below 1"),
+    (Geometric(1.0), torch.float32, ValueError, "above 0 and below 1"),
+    (LogNormal(0.0, 0.0), torch.float32, ValueError, "standard deviation above 0"),
+    (LogNormal(0.0, float("nan")), torch.float32, ValueError, "standard deviation above 0"),
+    (Cauchy(), torch.int32, TypeError, "Cauchy: expected one of"),
+    (LogNormal(), torch.int32, TypeError, "LogNormal: expected one of"),
+    (Geometric(), torch.bool, TypeError, "Geometric: expected one of"),
     (Integers(5, 5), torch.int64, ValueError, "low < high"),
     (Integers(0, 300), torch.uint8, ValueError, "represents"),
 ]

@@ -3,10 +3,12 @@
 Every [R] line of the facts page that concerns CUDA has a test here. ``tools/gpu.sh`` runs them.
 """
 
+import struct
+
 import pytest
 import torch
 
-from dist_rng import cuda, emulation
+from dist_rng import cuda, emulation, skip, words_between
 from dist_rng.cuda.library import LIBRARY
 from dist_rng.distributions import (
     AllIntegers,
@@ -298,3 +300,17 @@ def test_captured_graphs_advance_the_generator_as_torch_does():
     expected, expected_state = replays(lambda tensor: tensor.normal_())
     assert actual.equal(expected)
     assert actual_state.equal(expected_state)
+
+
+def test_a_generator_that_skips_ends_in_the_state_of_one_that_has_drawn():
+    generator = torch.Generator("cuda").manual_seed(9)
+    before = generator.get_state()
+    assert struct.unpack("<Qq", bytes(before.tolist())) == (9, 0)  # the seed and the offset
+    torch.empty(100_003, device="cuda").normal_(generator=generator)
+    torch.empty(7, device="cuda").bernoulli_(0.3, generator=generator)
+    after = generator.get_state()
+    generator.set_state(before)
+    skip(words_between(before, after), generator)
+    assert_bitwise(generator.get_state(), after)
+    with pytest.raises(ValueError, match="a multiple of 4"):
+        skip(3, generator)

@@ -13,13 +13,15 @@ import torch.distributed.tensor as dt
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
 import dist_rng
-from dist_rng import Region
+from dist_rng import Geometry, Region, single_device_rng
 from dist_rng._compat import torch_release
+from dist_rng.emulation.device import emulated_device
 from dist_rng.regions.placements import slice_of
 from testkit import CommLog, assert_bitwise, each_rank, fake_mesh
 
@@ -37,6 +39,9 @@ WITH_GENERATOR = {
     "uniform_": lambda x, g: x.clone().uniform_(generator=g),
     "normal_": lambda x, g: x.clone().normal_(generator=g),
     "exponential_": lambda x, g: x.clone().exponential_(generator=g),
+    "cauchy_": lambda x, g: x.clone().cauchy_(generator=g),
+    "geometric_": lambda x, g: x.clone().geometric_(0.3, generator=g),
+    "log_normal_": lambda x, g: x.clone().log_normal_(generator=g),
     "random_": lambda x, g: x.clone().random_(generator=g),
     "random_ to": lambda x, g: x.clone().random_(9, generator=g),
     "bernoulli_": lambda x, g: x.clone().bernoulli_(0.3, generator=g),
@@ -124,48 +129,73 @@ def test_native_dropout_has_the_gradient_of_its_mask():
         assert_bitwise(x.grad._local_tensor, mask._local_tensor.float() * 2)
 
 
-BY_HEAD = pytest.param(
-    1,
-    id="by head",
-    marks=pytest.mark.skipif(
-        torch_release() < (2, 12),
-        reason="torch 2.11's DTensor does not flatten a sharded second dim",
-    ),
+flattens_by_head = pytest.mark.skipif(
+    torch_release() < (2, 12), reason="torch 2.11's DTensor does not flatten a sharded second dim"
 )
 
 
-@pytest.mark.parametrize("dim", [pytest.param(0, id="by batch"), BY_HEAD])
+@pytest.mark.parametrize(
+    "placements",
+    [
+        pytest.param((S(0), R), id="by batch"),
+        pytest.param((S(0), S(0)), id="by batch twice"),
+        pytest.param((R, S(1)), id="by head", marks=flattens_by_head),
+        pytest.param((S(0), S(1)), id="by batch and head", marks=flattens_by_head),
+        pytest.param((S(1), S(0)), id="by head and batch", marks=flattens_by_head),
+        pytest.param((R, R), id="replicas"),
+    ],
+)
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_with_dropout_on_the_cpu_draws_one_devices_mask(dim, causal):
+def test_attention_with_dropout_on_the_cpu_draws_one_devices_mask(placements, causal):
     generator = torch.Generator().manual_seed(1)
     heads = [torch.randn(4, 4, 6, 8, generator=generator) for _ in range(3)]
     attend = partial(F.scaled_dot_product_attention, dropout_p=0.3, is_causal=causal)
     torch.manual_seed(0)
     expected, state = attend(*heads), torch.get_rng_state()
-    for _, mesh in each_rank((2,)):
-        sharded = [distribute_tensor(x, mesh, [S(dim)], src_data_rank=None) for x in heads]
+    for _, mesh in each_rank((2, 2)):
+        sharded = [distribute_tensor(x, mesh, placements, src_data_rank=None) for x in heads]
         torch.manual_seed(0)
         with implicit_replication():  # torch makes the causal mask a plain tensor
             result = attend(*sharded)
+        assert result.placements == placements
         assert_bitwise(result._local_tensor, slice_of(expected, Region.of(result)))
         assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_multinomial_draws_on_replicas_and_raises_on_shards():
-    weights = torch.rand(4, 9)
+ON_GATHERED = {
+    "poisson": lambda x: torch.poisson(x),
+    "multinomial": lambda x: torch.multinomial(x, 3),
+}
+
+
+@pytest.mark.parametrize("draw", ON_GATHERED.values(), ids=ON_GATHERED.keys())
+def test_operators_on_gathered_inputs_do_not_communicate_on_replicas(draw):
+    full = torch.linspace(0.5, 9, 36).view(4, 9)
     torch.manual_seed(0)
-    expected = torch.multinomial(weights, 3)
-    with fake_mesh((2,), rank=1) as mesh:
+    expected, state = draw(full), torch.get_rng_state()
+    for _, mesh in each_rank((2, 2)):
         torch.manual_seed(0)
-        replica = distribute_tensor(weights, mesh, [R], src_data_rank=None)
-        assert_bitwise(torch.multinomial(replica, 3)._local_tensor, expected)
-        sharded = distribute_tensor(weights, mesh, [S(0)], src_data_rank=None)
-        with pytest.raises(ValueError, match=r"aten\.multinomial.*redistribute it to Replicate"):
-            torch.multinomial(sharded, 3)
-    with fake_mesh((2, 2)) as mesh:
-        sharded = distribute_tensor(weights, mesh, [R, S(0)], src_data_rank=None)
-        with pytest.raises(ValueError, match="redistribute it to Replicate"):
-            torch.multinomial(sharded, 3)
+        with CommLog() as log:
+            result = draw(distribute_tensor(full, mesh, [R, R], src_data_rank=None))
+        log.assert_counts({})
+        assert result.placements == (R, R)
+        assert_bitwise(result._local_tensor, expected)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("draw", ON_GATHERED.values(), ids=ON_GATHERED.keys())
+def test_operators_on_gathered_inputs_refuse_partial_ones_and_ranks_outside_the_mesh(draw):
+    with fake_mesh((2,)) as mesh:
+        partial = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
+        before = torch.get_rng_state()
+        with pytest.raises(ValueError, match="whose local values are summands; redistribute it"):
+            draw(partial)
+        assert torch.equal(torch.get_rng_state(), before)
+    with fake_mesh((4,), rank=3):
+        others = DeviceMesh("cpu", [0, 1])
+        x = DTensor.from_local(torch.ones(2, 4), others, [S(0)], run_check=False)
+        with pytest.raises(ValueError, match="call it on the ranks of the mesh"):
+            draw(x)
 
 
 @pytest.mark.parametrize(
@@ -186,10 +216,9 @@ def test_the_error_for_a_partial_placement_names_operator_and_remedy(operate, me
 @pytest.mark.parametrize(
     "operate",
     [
-        lambda x: x.cauchy_(),
-        lambda x: x.log_normal_(),
-        torch.poisson,
+        lambda x: torch.binomial(x, x),
         lambda x: F.rrelu(x, training=True),
+        lambda x: torch.ops.aten.geometric(x, 0.3),
     ],
 )
 def test_operators_that_are_not_reproduced_raise_and_draw_nothing(operate):
@@ -199,6 +228,32 @@ def test_operators_that_are_not_reproduced_raise_and_draw_nothing(operate):
         with pytest.raises(ValueError, match="dist-rng does not reproduce this operator's stream"):
             operate(dtensor)
         assert torch.equal(torch.get_rng_state(), before)
+
+
+ON_CPUS_ONLY = {
+    "cauchy_": lambda x: x.cauchy_(),
+    "geometric_": lambda x: x.geometric_(0.3),
+    "log_normal_": lambda x: x.log_normal_(),
+}
+
+
+@pytest.mark.parametrize(
+    "draw", (ON_CPUS_ONLY | ON_GATHERED).values(), ids=[*ON_CPUS_ONLY, *ON_GATHERED]
+)
+def test_operators_of_cpus_raise_where_a_gpu_is_emulated_and_draw_nothing(draw):
+    plain = torch.ones(4, 4)
+    with fake_mesh((2,)) as mesh:
+        sharded = distribute_tensor(plain, mesh, [S(0)], src_data_rank=None)
+        for emulation, x in [
+            (single_device_rng(geometry=Geometry.H100), plain),
+            (single_device_rng(geometry=Geometry.H100), sharded),
+            (emulated_device(Geometry.H100), sharded),
+        ]:
+            with emulation:
+                before = torch.get_rng_state()
+                with pytest.raises(ValueError, match="does not reproduce this operator's stream"):
+                    draw(x)
+                assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_probabilities_with_other_placements_raise():

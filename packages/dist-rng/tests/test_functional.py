@@ -24,6 +24,9 @@ FILLS = {
     "normal_": (lambda x, r: dist_rng.normal_(x, r, 2, 3), lambda x: x.normal_(2, 3)),
     "bernoulli_": (lambda x, r: dist_rng.bernoulli_(x, r, 0.3), lambda x: x.bernoulli_(0.3)),
     "exponential_": (lambda x, r: dist_rng.exponential_(x, r, 2), lambda x: x.exponential_(2)),
+    "cauchy_": (lambda x, r: dist_rng.cauchy_(x, r, 1, 2), lambda x: x.cauchy_(1, 2)),
+    "geometric_": (lambda x, r: dist_rng.geometric_(x, r, 0.2), lambda x: x.geometric_(0.2)),
+    "log_normal_": (lambda x, r: dist_rng.log_normal_(x, r), lambda x: x.log_normal_()),
     "randint_": (lambda x, r: dist_rng.randint_(x, r, -4, 9), lambda x: x.random_(-4, 9)),
     "random_": (dist_rng.random_, lambda x: x.random_()),
 }
@@ -88,6 +91,30 @@ def test_attention_and_its_gradients_are_one_devices(options):
     expected.square().sum().backward()
     for part, of_one_device in zip(local, whole, strict=True):
         assert_bitwise(part.grad, of_one_device.grad[:, of_one_device.shape[1] // 2 :])
+
+
+@pytest.mark.parametrize(
+    ("part", "dropout_p"),
+    [
+        (((2, 0, 0, 0), (0, 4, 6, 6)), 0.3),
+        (((0, 4, 0, 0), (2, 0, 6, 6)), 0.3),
+        (((2, 0, 0, 0), (0, 4, 6, 6)), 1.0),
+    ],
+    ids=["no batch", "no heads", "everything dropped"],
+)
+def test_the_generator_advances_where_a_rank_has_no_part_of_the_attention(part, dropout_p):
+    whole = torch.randn(2, 4, 6, 8)
+    torch.manual_seed(0)
+    F.scaled_dot_product_attention(whole, whole, whole, dropout_p=dropout_p)
+    state = torch.get_rng_state()
+    first, sizes = part
+    local, weights = torch.empty(*sizes[:3], 8), Region.box((2, 4, 6, 6), first, sizes)
+    torch.manual_seed(0)
+    result = dist_rng.scaled_dot_product_attention(
+        local, local, local, weights, dropout_p=dropout_p
+    )
+    assert result.shape == local.shape
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_attention_with_dropout_of_a_gpus_numbers_is_refused():

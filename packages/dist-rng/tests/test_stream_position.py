@@ -176,7 +176,7 @@ def test_words_out_of_range_raise_and_skip_nothing(words):
 
 
 def cuda_state(seed, offset):
-    """Returns what a CUDA generator's get_state() does, compared with torch on a device."""
+    """Returns what a CUDA generator's get_state() does (test_cuda_backend.py)."""
     return torch.frombuffer(bytearray(struct.pack("<Qq", seed, offset)), dtype=torch.uint8)
 
 
@@ -188,22 +188,6 @@ def test_words_of_cuda_states_are_the_difference_of_their_offsets():
         words_between(cuda_state(1, 8), cuda_state(2, 8))
     with pytest.raises(ValueError, match="at most 27 words"):
         words_between(cuda_state(1, 8), cuda_state(1, 36), limit=27)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_a_cuda_generator_that_skips_ends_in_the_state_of_one_that_has_drawn():
-    generator = torch.Generator("cuda").manual_seed(9)
-    assert_bitwise(generator.get_state(), cuda_state(9, 0))
-    before = generator.get_state()
-    torch.empty(100_003, device="cuda").normal_(generator=generator)
-    torch.empty(7, device="cuda").bernoulli_(0.3, generator=generator)
-    after = generator.get_state()
-    generator.set_state(before)
-    skip(words_between(before, after), generator)
-    assert_bitwise(generator.get_state(), after)
-    with pytest.raises(ValueError, match="a multiple of 4"):
-        skip(3, generator)
 
 
 def test_an_emulated_gpu_skips_the_words_of_that_gpu():

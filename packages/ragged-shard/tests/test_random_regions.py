@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard, random_regions
-from testkit import TORCH_RELEASE, assert_bitwise, each_rank, fake_mesh
+from testkit import TORCH_RELEASE, assert_bitwise, each_rank, fake_mesh, run_ranks
 
 R = Replicate()
 LAYOUTS = {
@@ -25,28 +25,69 @@ LAYOUTS = {
 }
 
 
+DRAWS = {
+    "uniform_": lambda x: x.normal_().uniform_(),
+    "cauchy_": lambda x: x.cauchy_(),
+    "geometric_": lambda x: x.geometric_(0.2),
+    "log_normal_": lambda x: x.log_normal_(),
+}
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_rank_draws_its_part_of_one_devices_numbers(name):
     mesh_shape, placements = LAYOUTS[name]
     dist_rng = pytest.importorskip("dist_rng", reason="its entry points are tested where it is")
-    torch.manual_seed(7)
-    whole = torch.empty(12, 8).normal_().uniform_()
-    state = torch.get_rng_state()
     dist_rng.install()
     try:
-        for _rank, mesh in each_rank(mesh_shape):
-            expected = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-            drawn = torch.zeros_like(expected)
+        for draw in DRAWS.values():
             torch.manual_seed(7)
-            drawn.normal_().uniform_()
-            assert drawn.placements == tuple(placements)
-            assert_bitwise(drawn.to_local(), expected.to_local(), name)
-            assert torch.equal(torch.get_rng_state(), state)
+            whole, state = draw(torch.empty(12, 8)), torch.get_rng_state()
+            for _rank, mesh in each_rank(mesh_shape):
+                expected = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+                torch.manual_seed(7)
+                drawn = draw(torch.zeros_like(expected))
+                assert drawn.placements == tuple(placements)
+                assert_bitwise(drawn.to_local(), expected.to_local(), name)
+                assert torch.equal(torch.get_rng_state(), state)
+        for _rank, mesh in each_rank(mesh_shape):
+            drawn = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             torch.manual_seed(7)
             torch.nn.init.normal_(drawn)
             torch.nn.functional.dropout(drawn, 0.5)
     finally:
         dist_rng.uninstall()
+
+
+@pytest.mark.ranks
+def test_poisson_and_multinomial_gather_and_give_one_devices_numbers():
+    pytest.importorskip("dist_rng", reason="its entry points are tested where it is")
+
+    def body(rates):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        import dist_rng
+
+        dist_rng.install()
+        mesh, found = init_device_mesh("cpu", (2, 2)), []
+        for size, placements in LAYOUTS.values():
+            if size != (2, 2):
+                continue
+            x = distribute_tensor(rates, mesh, placements)
+            torch.manual_seed(7)
+            drawn, samples = torch.poisson(x), torch.multinomial(x, 3)
+            assert drawn.placements == tuple(placements)
+            found.append((drawn.full_tensor(), samples.full_tensor(), torch.get_rng_state()))
+        dist_rng.uninstall()
+        return found
+
+    rates = torch.linspace(0.25, 12, 12 * 8).view(12, 8)
+    torch.manual_seed(7)
+    expected = torch.poisson(rates), torch.multinomial(rates, 3), torch.get_rng_state()
+    for found in run_ranks(body, 4, rates):
+        assert len(found) == 4
+        for tensors in found:
+            for tensor, wanted in zip(tensors, expected, strict=True):
+                assert_bitwise(tensor, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")

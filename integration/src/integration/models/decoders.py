@@ -90,6 +90,15 @@ DECODERS: dict[str, DecoderShape] = {
         num_attention_heads=4,
         num_key_value_heads=4,
     ),
+    # The same with one matrix for embedding and head.
+    "llama-tied-tiny": LlamaShape(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    ),
     # 9.5 M parameters, of which a token uses 5.8 M.
     "mixtral-10m": MixtralShape(
         hidden_size=256,

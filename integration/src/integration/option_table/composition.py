@@ -91,7 +91,8 @@ dropout; pipelines of plans are compared with both sharded init and dropout, a p
 device's stages (`single`) with dropout; and systems without deferred init, and pipelines under
 every schedule, with neither. A name is a value of `--systems` of the comparison, and of
 `--parallelism.variants`. {large} needs 8 ranks and is trained if it is named;
-`integration/tests/test_three_axes.py` (nightly) trains products of three axes on 8 ranks.
+`integration/tests/test_products.py` (nightly) trains more products, of three axes on 8 ranks, with
+the elements of each parameter counted.
 
 The last column is the commit of the measurement:
 """

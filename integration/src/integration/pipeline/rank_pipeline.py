@@ -10,21 +10,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from integration.errors import UsageError
 from integration.models import ModelShape
 from integration.pipeline.families import family_of
 from integration.pipeline.schedules import PipelineSchedule
 from integration.pipeline.split import (
+    TiedParameter,
     adopt_tensors,
     check_split,
     even_split,
     model_part,
-    require_untied,
     stage_units,
+    tied_parameters,
 )
 from integration.pipeline.stage import Stage
 from integration.pipeline.stage_context import StageContext
 from integration.pipeline.stage_parallelism import STAGE_SYSTEMS
 from integration.pipeline.stage_random import StageRandom
+from integration.pipeline.tied import TiedCopy, add_gradients, name_as_first
 from integration.pipeline.trial_run import trial_runs
 from integration.systems.base import System
 
@@ -68,6 +71,10 @@ class PipelineLayout:
         """Returns the indices of the stages of a rank of the pipeline."""
         return self.schedule.stages_of(rank, self.degree, len(self.stages))
 
+    def stage_of(self, unit: str) -> int:
+        """Returns the index of the stage that has a unit."""
+        return next(index for index, units in enumerate(self.stages) if unit in units)
+
     def rank_of(self, stage: int) -> int:
         """Returns the rank of the pipeline that has a stage."""
         return next(rank for rank in range(self.degree) if stage in self.stages_of(rank))
@@ -84,16 +91,25 @@ def make_layout(options: PipelineOptions, model: nn.Module) -> PipelineLayout:
     stages = schedule.stages(options.degree, options.split_points)
     schedule.check_microbatches(options.microbatches, options.degree, stages)
     chain = family_of(model).chain(model)
-    require_untied(model, chain)
     points: Sequence[str]
     if options.split_points is None:
         points = even_split(chain, stages)
     else:
         points = options.split_points
         check_split(chain, points)
-    return PipelineLayout(
+    layout = PipelineLayout(
         options.degree, options.microbatches, schedule, stage_units(chain, points)
     )
+    for tied in tied_parameters(model, chain):
+        first, other = layout.stage_of(tied.unit), layout.stage_of(tied.other_unit)
+        if first != other and layout.rank_of(first) == layout.rank_of(other):
+            raise UsageError(
+                f"--pp-schedule {schedule.name}: expected {tied.name}, which is tied to"
+                f" {tied.other_name}, on stages of two ranks or on one stage, got stages"
+                f" {first} and {other} of one rank; use --pp-schedule 1F1B, or another"
+                " whose last stage is on the last rank"
+            )
+    return layout
 
 
 class RankPipeline:
@@ -114,6 +130,7 @@ class RankPipeline:
             it contains the parameters of the rank's stages for the optimizer and checkpoints.
         stages: stages of this rank, in the order of the model; none before the first batch.
         group: process group of this rank's pipeline.
+        tied: this rank's copies of parameters that stages on another rank have, too.
     """
 
     def __init__(
@@ -135,22 +152,41 @@ class RankPipeline:
         chain = self._family.chain(model)
         indices = layout.stages_of(mesh.get_local_rank("pp"))
         axes = tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
+        ties = [
+            tied
+            for tied in tied_parameters(model, chain)
+            if layout.stage_of(tied.unit) != layout.stage_of(tied.other_unit)
+        ]
+        apart = [unit for tied in ties for unit in (tied.unit, tied.other_unit)]
         parts: dict[int, nn.Module] = {}
         self._parts: dict[int, nn.Module] = {}  # parallelized
         for index in indices:
             units = layout.stages[index]
             parts[index] = part = model_part(model, units, chain)
             self._family.set_forward(part, first=index == 0)
-            context = StageContext(mesh[axes], model, chain, units, shape, inner.degrees)
+            context = StageContext(mesh[axes], model, chain, units, apart, shape, inner.degrees)
             self._parts[index] = STAGE_SYSTEMS[inner.name](part, context)
         self._plan_parts = list(self._parts.values()) if inner.name == "plan" else []
         own = [unit for index in indices for unit in layout.stages[index]]
         self.model = model_part(model, own, chain)
         adopt_tensors(self.model, parts.values())
+        self.tied = [copy for tied in ties if (copy := self._copy_of(tied)) is not None]
         self.stages: list[Stage] = []
         self._schedule: Any = None
         self._shapes: dict[str, torch.Size] = {}
         self._share = 1.0
+
+    def _copy_of(self, tied: TiedParameter) -> TiedCopy | None:
+        """Returns this rank's copy of a parameter, with the first unit's name; None without one."""
+        first, other = (self._layout.stage_of(unit) for unit in (tied.unit, tied.other_unit))
+        if first in self._parts:
+            peer = self._layout.rank_of(other)
+            return TiedCopy(_parameter(self.model, tied.name), peer, is_first=True)
+        if other not in self._parts:
+            return None
+        parameter = _parameter(self.model, tied.other_name)
+        name_as_first(self.model, tied.name, parameter)
+        return TiedCopy(parameter, self._layout.rank_of(first), is_first=False)
 
     def prepare(self, batch: Mapping[str, Tensor]) -> None:
         """Makes the stages and the schedule for batches of this shape; all ranks call it."""
@@ -209,6 +245,8 @@ class RankPipeline:
             self._random.end(self._layout.microbatches)
         if last and self._plan_parts:
             self._reduce_gradients()
+        if last:
+            add_gradients(self.tied, self.group)
         # Only the last stage has losses; the sum sends them to all.
         loss = torch.zeros((), dtype=torch.float64, device=self._device.current)
         for each in losses:
@@ -236,3 +274,8 @@ class RankPipeline:
 
         for part in self._plan_parts:
             installed(part).gradients.reduce()
+
+
+def _parameter(model: nn.Module, name: str) -> nn.Parameter:
+    """Returns a parameter; an attribute of its name may be what a plan's modules compute with."""
+    return dict(model.named_parameters())[name]

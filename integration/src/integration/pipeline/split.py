@@ -108,22 +108,44 @@ def stage_units(chain: Chain, points: Sequence[str]) -> tuple[tuple[str, ...], .
     return tuple(units[start:end] for start, end in pairwise(bounds))
 
 
-def require_untied(model: nn.Module, chain: Chain) -> None:
-    """Refuses a model in which two units share a parameter.
+@dataclass(frozen=True)
+class TiedParameter:
+    """A parameter that two units share.
+
+    Attributes:
+        name: its name in the first of the units, which optimizers and checkpoints use.
+        unit: the first unit.
+        other_name: its name in the other unit.
+        other_unit: the other unit.
+    """
+
+    name: str
+    unit: str
+    other_name: str
+    other_unit: str
+
+
+def tied_parameters(model: nn.Module, chain: Chain) -> list[TiedParameter]:
+    """Returns the parameters that two units of a model share, such as those of tied embeddings.
 
     Raises:
-        UsageError: names both.
+        UsageError: more than two units share a parameter.
     """
-    owners: dict[int, str] = {}
+    owners: dict[int, tuple[str, str]] = {}
+    tied: dict[int, TiedParameter] = {}
     for unit in chain.units:
-        for name, parameter in model.get_submodule(unit).named_parameters():
-            owner = owners.setdefault(id(parameter), f"{unit}.{name}")
-            if not owner.startswith(f"{unit}."):
+        for own, parameter in model.get_submodule(unit).named_parameters():
+            name = f"{unit}.{own}"
+            first, first_unit = owners.setdefault(id(parameter), (name, unit))
+            if first_unit == unit:
+                continue
+            if id(parameter) in tied:
                 raise UsageError(
-                    f"{unit}.{name} is tied to {owner}, and a pipeline may place the two on"
-                    " different ranks; use a model with tie_word_embeddings = False, or --pp-degree"
-                    " 1"
+                    f"pipeline: expected a parameter of at most two modules, got {name}, which is"
+                    f" tied to {first} and {tied[id(parameter)].other_name}; use --pp-degree 1"
                 )
+            tied[id(parameter)] = TiedParameter(first, first_unit, name, unit)
+    return list(tied.values())
 
 
 class PassThrough:

@@ -21,6 +21,7 @@ class StageContext:
         model: the full model, for its names.
         chain: units of the full model.
         units: names of the stage's units.
+        tied: names of units, of this stage or another, that share a parameter with another stage.
         shape: shape of the full model.
         degrees: degrees of the system.
     """
@@ -29,6 +30,7 @@ class StageContext:
     model: nn.Module
     chain: Chain
     units: Sequence[str]
+    tied: Sequence[str]
     shape: ModelShape
     degrees: Degrees
 
@@ -36,3 +38,8 @@ class StageContext:
     def layers(self) -> list[str]:
         """Names of the stage's layers."""
         return [unit for unit in self.units if unit in self.chain.layers]
+
+    @property
+    def sharded_apart(self) -> list[str]:
+        """Names of the stage's units that are sharded each by itself, as on another stage."""
+        return [unit for unit in self.units if unit in self.chain.layers or unit in self.tied]

@@ -42,7 +42,7 @@ def _fsdp(part: nn.Module, context: StageContext) -> nn.Module:
     import fsdp
     from integration.systems.fsdp import granularity
 
-    for module in (*map(part.get_submodule, context.layers), part):
+    for module in (*map(part.get_submodule, context.sharded_apart), part):
         fsdp.fully_shard(
             module,
             mesh=context.mesh,

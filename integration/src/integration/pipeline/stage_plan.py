@@ -48,7 +48,9 @@ def _show_leaves(model: nn.Module) -> None:
 def stage_plan(part: nn.Module, context: StageContext) -> Plan:
     """Returns the plan of a stage, with the placements of what stages pass on."""
     family, following = family_of(context.model), _unit_after(context)
-    plan = plan_of(context.shape, context.mesh, context.degrees, in_pipeline=True)
+    plan = plan_of(
+        context.shape, context.mesh, context.degrees, in_pipeline=True, apart=context.tied
+    )
     plan = plan.for_stage(part, context.model, last=following is None)
     if following is not None:
         for number, tensor in enumerate(family.passed):

@@ -85,7 +85,9 @@ class PipelineSystem(System):
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clips gradients by their total norm over all stages."""
         assert self._running is not None
-        return clip_gradients(model.parameters(), max_norm, group=self._running.group)
+        copies = [copy.parameter for copy in self._running.tied if not copy.is_first]
+        group = self._running.group
+        return clip_gradients(model.parameters(), max_norm, group, copies=copies)
 
 
 def with_pipeline(system: System, shape: ModelShape, config: TrainConfig, world: int) -> System:

@@ -46,6 +46,8 @@ class SoakOptions:
     """System, as in integration.train."""
     model: str = "llama-tiny"
     """Model, as in integration.train."""
+    config: Path | None = None
+    """TOML file of integration.train, such as a recipe, with system, model and other options."""
     device: DeviceOption = "auto"
     """Device, as in integration.train."""
     seed: int = 0
@@ -53,8 +55,12 @@ class SoakOptions:
 
     def train_arguments(self, run: str) -> list[str]:
         """Returns the arguments of integration.train for one of the two runs."""
+        trained = ("--system", self.system, "--model", self.model)
+        if self.config is not None:
+            trained = ("--config", str(self.config), "--ranks", "None")  # torchrun starts them
         return [
-            *("--out", str(self.out / run), "--system", self.system, "--model", self.model),
+            *trained,
+            *("--out", str(self.out / run)),
             *("--steps", str(self.steps), "--checkpoint-every", str(self.checkpoint_every)),
             *("--timeout", str(self.timeout), "--seed", str(self.seed), "--no-tensorboard"),
             *("--device", self.device, "--no-final-checkpoint"),
@@ -79,6 +85,14 @@ def prepare(options: SoakOptions) -> list[Fault]:
         UsageError: an option is invalid.
     """
     require_folder(options.out)
+    defaults = SoakOptions()
+    if options.config is not None:
+        for name in ("system", "model"):
+            if (given := getattr(options, name)) != getattr(defaults, name):
+                raise UsageError(
+                    f"--{name} {given}: expected it in --config {options.config}, which has the"
+                    " options of the runs; leave one of them out"
+                )
     if options.ranks < 2:
         raise UsageError(
             f"--ranks: expected at least 2, so that one detects the hang of another, got"

@@ -9,7 +9,7 @@ from integration.errors import UsageError
 from integration.systems.base import System
 from integration.systems.ddp import DataParallel
 from integration.systems.deepspeed import ZeroThree
-from integration.systems.degrees import Degrees, Placements
+from integration.systems.degrees import REST, Degrees, Placements
 from integration.systems.dtensor_tp import DTensorTensorParallel
 from integration.systems.fsdp import FullyShardedBuffers
 from integration.systems.fsdp1 import FullyShardedOne
@@ -31,7 +31,7 @@ _ALL: tuple[type[System], ...] = (
 )
 SYSTEM_NAMES: tuple[str, ...] = tuple(system.name for system in _ALL)
 
-__all__ = ["SYSTEM_NAMES", "Degrees", "Placements", "System", "get_system"]
+__all__ = ["REST", "SYSTEM_NAMES", "Degrees", "Placements", "System", "get_system"]
 
 
 def get_system(

@@ -3,7 +3,7 @@
 It does what `fsdp.clip_grad_norm_` does, for systems that do not use fsdp.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 def clip_gradients(
-    parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup | None = None
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    group: dist.ProcessGroup | None = None,
+    *,
+    copies: Sequence[nn.Parameter] = (),
 ) -> Tensor:
     """Clips gradients to the total norm ``max_norm``.
 
@@ -22,6 +26,7 @@ def clip_gradients(
         max_norm: largest total 2-norm that is not scaled.
         group: process group whose ranks have different parameters of the same model; None if
             there are none.
+        copies: those of the parameters that another rank of the group has and counts.
 
     Returns:
         The total norm before clipping, a plain scalar, the same on all ranks.
@@ -32,7 +37,11 @@ def clip_gradients(
         if param.grad is not None:
             mesh = param.grad.device_mesh if isinstance(param.grad, DTensor) else None
             by_mesh.setdefault(mesh, []).append(param)
-    norms = [_norm(parameters) for parameters in by_mesh.values()]
+    counted = [
+        [param for param in of_mesh if not any(param is copy for copy in copies)]
+        for of_mesh in by_mesh.values()
+    ]
+    norms = [_norm(params) for params in counted if params]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     if group is not None:
         square = norm.square()

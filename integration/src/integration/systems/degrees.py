@@ -1,6 +1,5 @@
 """The degrees of each kind of parallelism, for systems that compose several."""
 
-import math
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, get_args
 
@@ -8,11 +7,14 @@ import torch
 
 from integration.errors import UsageError
 from integration.systems._compat import keeps_order_of_ranks
+from integration.systems.divisors import alternatives, divisors
 
 # The names of fsdp's ``STRATEGIES``, by the number of the mesh's axes.
 _OneAxis: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3"]
 _TwoAxes: TypeAlias = Literal["hsdp", "hfsdp"]
 Placements: TypeAlias = _OneAxis | _TwoAxes
+# The value of ``--dp-shard`` that stands for the ranks which the other degrees leave.
+REST = -1
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,10 @@ class Degrees:
 
     Attributes:
         dp_replicate: data parallel degree with replicated parameters.
-        dp_shard: data parallel degree with sharded parameters (FSDP; HSDP with ``dp_replicate``).
-        ep: expert parallel degree, of the data parallel ranks, which exchange tokens by all-to-all;
-            or equal to ``tp``.
+        dp_shard: data parallel degree with sharded parameters (FSDP; HSDP with ``dp_replicate``),
+            which with ``cp`` are sharded over ``dp_shard`` x ``cp`` ranks.
+        ep: expert parallel degree: a divisor of ``dp_shard`` (or of ``dp_replicate`` without it),
+            whose ranks exchange tokens by all-to-all; or else equal to ``tp``.
         cp: context parallel degree.
         cp_method: context parallel attention: ring, all-gather or ulysses.
         tp: tensor parallel degree.
@@ -52,7 +55,7 @@ class Degrees:
         """Axes of the mesh and their sizes, the outermost first; axes of one rank are left out.
 
         Expert parallelism among data parallel ranks splits their axis into two: the experts' mesh
-        is a reshaped view of the same ranks.
+        is a reshaped view of the same ranks. Of the ranks of "dp", replicas are the outermost.
         """
         experts = self.ep if self.sends_tokens else 1
         sizes = {"dp": self.data // experts, "ep": experts, "cp": self.cp, "tp": self.tp}
@@ -65,8 +68,21 @@ class Degrees:
 
     @property
     def sends_tokens(self) -> bool:
-        """Whether experts are sharded over data parallel ranks, which exchange tokens."""
-        return self.ep > 1 and self.data > 1
+        """Whether experts are sharded over data parallel ranks, which exchange tokens.
+
+        Otherwise they are sharded along ``tp``, whose ranks have the same tokens.
+        """
+        return self.ep > 1 and self._expert_ranks % self.ep == 0
+
+    @property
+    def fitting_ep(self) -> list[int]:
+        """Expert parallel degrees that the other degrees allow, in order."""
+        return sorted({*divisors(self._expert_ranks), self.tp})
+
+    @property
+    def _expert_ranks(self) -> int:
+        """Data parallel ranks among which experts can be sharded: one replica's, if it has some."""
+        return self.dp_shard if self.dp_shard > 1 else self.dp_replicate
 
     @property
     def options(self) -> list[str]:
@@ -79,35 +95,54 @@ class Degrees:
                 words.append(option if value is True else f"{option} {value}")
         return words
 
+    def _product(self, *names: str) -> str:
+        """Returns the degrees above 1 as a product."""
+        sizes = {name: getattr(self, name) for name in names}
+        factors = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        return " x ".join(factors) or "no degree"
+
+    def fitting(self, name: Literal["cp", "tp"]) -> list[int]:
+        """Returns the degrees of a kind that the ranks allow, with ``dp_shard`` for the rest."""
+        return divisors(self.dp_shard * (self.cp if name == "cp" else self.tp))
+
+    def rest_of(self, ranks: int) -> int:
+        """Returns the ``dp_shard`` that takes the ranks which the other degrees leave.
+
+        Raises:
+            UsageError: the product of the others does not divide the ranks.
+        """
+        product = self.dp_replicate * self.cp * self.tp
+        if ranks % product:
+            raise UsageError(
+                f"--dp-shard {REST}: expected other degrees whose product divides the {ranks}"
+                f" ranks, got {product} ({self._product('dp_replicate', 'cp', 'tp')}); give degrees"
+                f" whose product is {alternatives(divisors(ranks))}"
+            )
+        return ranks // product
+
     def check(self, world_size: int) -> None:
         """Refuses degrees that are incompatible, or whose product is not the world size.
 
         Raises:
             UsageError: names them.
         """
-        if self.sends_tokens and min(self.dp_replicate, self.dp_shard) > 1:
+        if self.ep not in self.fitting_ep:
+            option = "--dp-shard" if self.dp_shard > 1 else "--dp-replicate"
+            equal = f", or the value of --tp, {self.tp}" if self.tp > 1 else ""
             raise UsageError(
-                f"--ep {self.ep}: expected --dp-replicate or --dp-shard, whose ranks share the"
-                " experts, got both; give one of them"
+                f"--ep {self.ep}: expected a divisor of {option} {self._expert_ranks}{equal}, got"
+                f" {self.ep}; --ep {alternatives(self.fitting_ep)} would fit"
             )
-        if self.sends_tokens and self.data % self.ep:
-            raise UsageError(
-                f"--ep: expected a divisor of the {self.data} data parallel ranks, got {self.ep};"
-                " give another"
-            )
-        if self.ep > 1 and not self.sends_tokens and self.ep != self.tp:
-            raise UsageError(
-                f"--ep without data parallelism: expected the value of --tp, {self.tp}, whose ranks"
-                f" share the experts, got {self.ep}; give the same number"
-            )
-        degrees = {name: getattr(self, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
-        total = math.prod(degrees.values())
+        total = self.data * self.cp * self.tp
         if total != world_size:
-            factors = [f"{name} {size}" for name, size in degrees.items() if size > 1]
-            product = " x ".join(factors) or "no degree"
+            factors = self._product("dp_replicate", "dp_shard", "cp", "tp")
+            others = total // self.dp_shard
+            remedy = f"others, whose product is {alternatives(divisors(world_size))}"
+            if world_size % others == 0:
+                remedy = f"--dp-shard {world_size // others}, or -1, which takes the rest"
             raise UsageError(
                 f"expected degrees whose product is the number of ranks, {world_size}, got {total}"
-                f" ({product}); give others"
+                f" ({factors}); give {remedy}"
             )
         for name in ("sp", "loss_parallel"):
             if getattr(self, name) and self.tp == 1:

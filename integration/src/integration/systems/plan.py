@@ -10,8 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from integration.errors import UsageError
-from integration.models import ModelShape
-from integration.systems.base import System, require_divisible, require_vocabulary
+from integration.models import DecoderShape, ModelShape
+from integration.systems.base import System, require_vocabulary
+from integration.systems.degrees import Degrees
+from integration.systems.divisors import alternatives, divisors, require_divisors
 
 
 class PlanSystem(System):
@@ -39,21 +41,24 @@ class PlanSystem(System):
 
     def check(self, world_size: int, shape: ModelShape) -> None:
         """Refuses degrees whose product is not the world size, or that do not divide the model."""
-        self.degrees.check(world_size)
-        require_vocabulary(shape, self.degrees)
-        if self.degrees.ep > 1:
+        degrees = self.degrees
+        degrees.check(world_size)
+        require_vocabulary(shape, degrees)
+        if degrees.ep > 1:
             if shape.family != "mixtral":
                 raise UsageError(
                     f"--ep: expected a model with experts, got a {shape.family}; leave it out"
                 )
-            require_divisible(shape, "num_local_experts", self.degrees.ep)
-        if self.degrees.cp > 1 and shape.family != "llama":
+            require_divisors(shape, ("num_local_experts",), "--ep", degrees.ep, degrees.fitting_ep)
+        if degrees.cp > 1 and shape.family != "llama":
             raise UsageError(
                 f"--cp: expected a llama, whose attention it supports, got a {shape.family};"
                 " leave it out"
             )
-        for field in shape.tensor_parallel_sizes:
-            require_divisible(shape, field, self.degrees.tp)
+        fields = shape.tensor_parallel_sizes
+        require_divisors(shape, fields, "--tp", degrees.tp, degrees.fitting("tp"))
+        if degrees.cp_method == "ulysses" and isinstance(shape, DecoderShape):
+            _require_heads(shape, degrees)
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Applies the plan, including fully_shard for ``dp_shard``."""
@@ -73,3 +78,18 @@ class PlanSystem(System):
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last)
         return nullcontext() if last else installed(model).gradients.no_sync()
+
+
+def _require_heads(shape: DecoderShape, degrees: Degrees) -> None:
+    """Refuses ranks that Ulysses cannot give a whole number of heads.
+
+    Raises:
+        UsageError: names the number of key-value heads, and its divisors.
+    """
+    heads, ranks = shape.num_key_value_heads, degrees.cp * degrees.tp
+    if heads % ranks:
+        raise UsageError(
+            f"--cp-method ulysses: expected --cp {degrees.cp} x --tp {degrees.tp} to divide"
+            f" num_key_value_heads = {heads}, got {ranks}; give degrees whose product is"
+            f" {alternatives(divisors(heads))}, or --cp-method ring"
+        )

@@ -1,6 +1,7 @@
 """Makes plans of the zoo for the models here, by degrees."""
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,12 @@ _GRANULARITY = "rows(32)"
 
 
 def plan_of(
-    shape: ModelShape, mesh: DeviceMesh, degrees: Degrees, *, in_pipeline: bool = False
+    shape: ModelShape,
+    mesh: DeviceMesh,
+    degrees: Degrees,
+    *,
+    in_pipeline: bool = False,
+    apart: Sequence[str] = (),
 ) -> Plan:
     """Returns the plan of a model of ``shape``.
 
@@ -26,6 +32,7 @@ def plan_of(
         degrees: validated degrees.
         in_pipeline: whether fully_shard keeps parameters gathered between forward and backward, as
             the schedules of pipelines reshard them, after a stage's last backward.
+        apart: names of modules that fully_shard is applied to, beside layers and root.
     """
     names = mesh.mesh_dim_names or ()
     data = [axis for axis in names if axis in ("dp", "ep")]
@@ -46,7 +53,9 @@ def plan_of(
         plan.shard(r".*\.weight", Shard(0), "dp")
         plan.shard(r".*\.weight", Replicate(), "dp", Phase.RUN)
     elif degrees.dp_shard > 1:
-        _fully_shard(plan, shape, data, degrees, reshard=False if in_pipeline else None)
+        axes = [*data, "cp"] if degrees.cp > 1 else data
+        modules = (re.escape(shape.layers) + r"\.\d+", *map(re.escape, apart), "")
+        _fully_shard(plan, modules, axes, degrees, reshard=False if in_pipeline else None)
     return plan
 
 
@@ -68,18 +77,21 @@ def with_noise_loss(plan: Plan, *dp: str) -> Plan:
 
 
 def _fully_shard(
-    plan: Plan, shape: ModelShape, data: list[str], degrees: Degrees, reshard: bool | None
+    plan: Plan, modules: Sequence[str], axes: list[str], degrees: Degrees, reshard: bool | None
 ) -> None:
-    """Adds fully_shard of layers and root; expert parallel experts are sharded along "dp" only."""
-    layers = re.escape(shape.layers) + r"\.\d+"
-    flat = len(data) > 1
+    """Adds fully_shard of modules, the layers first, along some axes, flattened.
+
+    Experts are sharded along "ep" by the plan, and along "dp" by fully_shard, where ``dp_shard``
+    has ranks beyond those of ``ep``.
+    """
+    copies = degrees.dp_replicate
     shard = partial(
         plan.fully_shard,
         granularity=_GRANULARITY,
         reshard_after_forward=reshard,
         placements=degrees.placements,
     )
-    if flat:
-        shard(rf"{layers}\.mlp\.experts", "dp")
-    for path in (layers, ""):
-        shard(path, data, flat=flat, replicate=degrees.dp_replicate)
+    if degrees.sends_tokens and degrees.dp_shard > degrees.ep:
+        shard(rf"{modules[0]}\.mlp\.experts", "dp", replicate=copies)
+    for path in modules:
+        shard(path, axes, flat=len(axes) > 1, replicate=copies)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from integration.device import DeviceOption
 from integration.errors import UsageError
-from integration.systems import Degrees, Placements
+from integration.systems import REST, Degrees, Placements, get_system
 from integration.train.model.activation_checkpointing import Recompute
 from integration.train.model.compiled import Backend
 
@@ -32,6 +32,12 @@ overrides it. Start it directly, with --ranks N, or under torchrun."""
 Positive = Annotated[int, Field(ge=1)]
 
 
+def _positive_or_rest(number: int) -> int:
+    if number < 1 and number != REST:
+        raise ValueError(f"expected at least 1, or {REST}, which takes the rest of the ranks")
+    return number
+
+
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class TrainConfig:
     """The options of one run."""
@@ -40,15 +46,18 @@ class TrainConfig:
     """System: single, ddp, fsdp1, fsdp2, fsdp, deepspeed, dtensor-tp; or, with the degrees below,
     plan or torchtitan-style."""
     model: str = "llama-10m"
-    """Model: llama-10m, llama-tiny, mixtral-10m, mixtral-tiny, dit-3m, dit-small or dit-tiny."""
+    """Model: llama-10m, llama-tiny, llama-tied-tiny, mixtral-10m, mixtral-tiny, dit-3m, dit-small
+    or dit-tiny."""
     dp_replicate: Positive = 1
     """plan: data parallel degree with replicated parameters."""
-    dp_shard: Positive = 1
-    """plan: data parallel degree with sharded parameters (FSDP); HSDP with --dp-replicate."""
+    dp_shard: Annotated[int, AfterValidator(_positive_or_rest)] = 1
+    """plan: data parallel degree with sharded parameters (FSDP); HSDP with --dp-replicate; -1: the
+    ranks that the other degrees leave."""
     ep: Positive = 1
-    """plan: expert parallel degree of Mixtral, of the data parallel ranks, or equal to --tp."""
+    """plan: expert parallel degree of Mixtral: a divisor of --dp-shard, or equal to --tp."""
     cp: Positive = 1
-    """plan: context parallel degree of LLaMA."""
+    """plan: context parallel degree of LLaMA; --dp-shard of at least 2 shards parameters over its
+    ranks, too."""
     cp_method: Literal["ring", "all-gather", "ulysses"] = "ring"
     """plan: context parallel attention."""
     tp: Positive = 1
@@ -153,6 +162,25 @@ class TrainConfig:
 def degrees_of(config: TrainConfig) -> Degrees:
     """Returns the degrees of a configuration."""
     return Degrees(**{field.name: getattr(config, field.name) for field in fields(Degrees)})
+
+
+def with_resolved_degrees(config: TrainConfig, world_size: int) -> TrainConfig:
+    """Returns a configuration whose ``dp_shard`` is a number of ranks.
+
+    Args:
+        config: of a run, whose ``dp_shard`` may stand for the rest of the ranks.
+        world_size: number of ranks; those of a pipeline stage are ``pp_degree`` times fewer.
+
+    Raises:
+        UsageError: the other degrees do not divide the ranks, or the system takes no degrees.
+    """
+    if config.dp_shard != REST:
+        return config
+    degrees = degrees_of(config)
+    get_system(config.system, degrees)  # where there is one rank, 1 is no other degree
+    ranks, remainder = divmod(world_size, config.pp_degree)
+    # A remainder is refused with the options of the pipeline.
+    return replace(config, dp_shard=1 if remainder else degrees.rest_of(ranks))
 
 
 def parse_config(arguments: Sequence[str]) -> TrainConfig:

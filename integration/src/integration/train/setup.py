@@ -57,7 +57,7 @@ def prepare(
         UsageError: as `validate`; or the data, run folder or checkpoint is invalid.
     """
     run = validate(config, world_size)
-    system, shape = run.system, run.shape
+    config, system, shape = run.config, run.system, run.shape
     if system.missing is not None:
         raise UsageError(f"system {system.name!r} is {system.missing}; or use --system fsdp2")
     require_source(shape.modality, config.data)

@@ -17,8 +17,15 @@ from integration.data import BatchPlan, Modality
 from integration.device import Device, local_ranks, select_device
 from integration.errors import UsageError
 from integration.models import ModelShape, model_shape
-from integration.systems import SYSTEM_NAMES, System, get_system
-from integration.train.config import DIST_RNG_RANDOM, NATIVE_RANDOM, TrainConfig, degrees_of
+from integration.systems import SYSTEM_NAMES, Degrees, System, get_system
+from integration.systems.divisors import alternatives
+from integration.train.config import (
+    DIST_RNG_RANDOM,
+    NATIVE_RANDOM,
+    TrainConfig,
+    degrees_of,
+    with_resolved_degrees,
+)
 from integration.train.launch.world import declared_world
 from integration.train.measurement.profiling import StepRange
 from integration.train.optimizers import ADAMW
@@ -193,8 +200,13 @@ def _check_join_timeout(config: TrainConfig) -> None:
 
 @dataclass(frozen=True)
 class ValidatedRun:
-    """The validated system, model, batches and profile of a run."""
+    """The validated options, system, model, batches and profile of a run.
 
+    Attributes:
+        config: its options, with all degrees as numbers of ranks.
+    """
+
+    config: TrainConfig
     system: System
     shape: ModelShape
     batch_plan: BatchPlan
@@ -217,6 +229,7 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
     """
     if world_size is None:
         world_size = config.ranks or declared_world().size
+    config = with_resolved_degrees(config, world_size)
     device = select_device(config.device, local_ranks(config.ranks))
     system = _supported_system(config, device)
     shape = model_shape(config.model)
@@ -236,7 +249,7 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
 
         system = with_pipeline(system, shape, config, world_size)
     system.check(world_size, shape)
-    _check_sequences(config, system, shape)
+    _check_samples(config, system, shape)
     _check_initial(config, system, shape)
     _check_optimizer(config, system)
     _check_random(config, system, shape)
@@ -251,7 +264,7 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
         degree=system.data_parallel_degree(world_size),
     )
     steps = StepRange.parse(config.profile_steps) if config.profile_steps else None
-    return ValidatedRun(system, shape, plan, steps)
+    return ValidatedRun(config, system, shape, plan, steps)
 
 
 def _supported_system(config: TrainConfig, device: Device) -> System:
@@ -308,19 +321,58 @@ def _require_plain(config: TrainConfig) -> None:
         )
 
 
-def _check_sequences(config: TrainConfig, system: System, shape: ModelShape) -> None:
-    if config.cp > 1 and config.sequence_length % (2 * config.cp):
+def _check_samples(config: TrainConfig, system: System, shape: ModelShape) -> None:
+    """Refuses lengths and numbers of samples that the ranks cannot share."""
+    _check_length(config, system, shape)
+    if shape.modality is Modality.TEXT and config.dropout > 0 and system.name.startswith("plan"):
+        _check_samples_of_attention(config, system.degrees)
+
+
+def _check_length(config: TrainConfig, system: System, shape: ModelShape) -> None:
+    length = config.sequence_length
+    chunks, parts = (1, "an equal part") if config.cp_method == "ulysses" else (2, "two chunks")
+    if config.cp > 1 and length % (chunks * config.cp):
+        fit = [each for each in system.degrees.fitting("cp") if length % (chunks * each) == 0]
         raise UsageError(
-            f"--cp {config.cp}: expected --sequence-length to be a multiple of {2 * config.cp}, as"
-            f" each rank has two chunks of a sequence, got {config.sequence_length}; give another"
+            f"--cp {config.cp}: expected --sequence-length to be a multiple of"
+            f" {chunks * config.cp}, as each rank has {parts} of a sequence, got {length};"
+            f" --cp {alternatives(fit or [1])} would fit, or --sequence-length"
+            f" {_multiples_around(length, chunks * config.cp)}"
         )
     text = shape.modality is Modality.TEXT
-    if text and system.needs_even_sequences and config.sequence_length % config.tp:
+    if text and system.needs_even_sequences and length % config.tp:
         raise UsageError(
             f"system {system.name!r}: expected --sequence-length to be a multiple of --tp"
-            f" {config.tp}, which shards sequences evenly, got {config.sequence_length};"
-            " give another"
+            f" {config.tp}, which shards sequences evenly, got {length}; --sequence-length"
+            f" {_multiples_around(length, config.tp)} would fit"
         )
+
+
+def _check_samples_of_attention(config: TrainConfig, degrees: Degrees) -> None:
+    """Refuses samples that DTensor does not view as (samples, heads) once both were one dim.
+
+    With dropout, attention multiplies matrices of samples and heads, which are sharded along the
+    data parallel axis and ``tp``. Of their product torch asks that ``tp`` divides the samples, too
+    (torch/distributed/tensor/_ops/_view_ops.py, _find_shard_for_split).
+    """
+    parts = 1
+    if config.pp_degree > 1:
+        parts = config.pp_microbatches or config.micro_batch
+    samples = config.micro_batch // parts * degrees.data
+    if degrees.data > 1 and samples % degrees.tp:
+        fit = [each for each in degrees.fitting("tp") if samples % each == 0]
+        raise UsageError(
+            f"--dropout {config.dropout:g}: expected --tp {degrees.tp} to divide the {samples}"
+            " samples of a microbatch on all data parallel ranks, which attention on DTensors"
+            f" multiplies with sharded heads, got a remainder; --tp {alternatives(fit)} would fit,"
+            " or another --micro-batch"
+        )
+
+
+def _multiples_around(number: int, factor: int) -> str:
+    """Returns the positive multiples of ``factor`` next to ``number``, as a clause."""
+    below = number // factor * factor
+    return alternatives([each for each in (below, below + factor) if each > 0])
 
 
 def _check_initial(config: TrainConfig, system: System, shape: ModelShape) -> None:

@@ -86,6 +86,29 @@ def bernoulli_tensor(
 def exponential(
     state: int, data: int, dtype: Dtype, grid: LocalGrid, global_numel: int, rate: float
 ) -> None: ...
+def cauchy(
+    state: int,
+    data: int,
+    dtype: Dtype,
+    grid: LocalGrid,
+    global_numel: int,
+    median: float,
+    sigma: float,
+    fused: bool,
+) -> None: ...
+def geometric(
+    state: int, data: int, dtype: Dtype, grid: LocalGrid, global_numel: int, p: float
+) -> None: ...
+def log_normal(
+    state: int,
+    data: int,
+    dtype: Dtype,
+    grid: LocalGrid,
+    global_numel: int,
+    mean: float,
+    std: float,
+    fused: bool,
+) -> None: ...
 def integers(
     state: int, data: int, dtype: Dtype, grid: LocalGrid, global_numel: int, modulus: int, base: int
 ) -> None: ...

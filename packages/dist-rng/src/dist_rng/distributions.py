@@ -54,6 +54,29 @@ class Exponential:
 
 
 @dataclass(frozen=True)
+class Cauchy:
+    """``Tensor.cauchy_(median, sigma)``; floating point, on CPUs."""
+
+    median: float = 0.0
+    sigma: float = 1.0
+
+
+@dataclass(frozen=True)
+class Geometric:
+    """``Tensor.geometric_(p)``; every dtype but bool, on CPUs."""
+
+    p: float = 0.5
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """``Tensor.log_normal_(mean, std)``; floating point, on CPUs."""
+
+    mean: float = 1.0
+    std: float = 2.0
+
+
+@dataclass(frozen=True)
 class Integers:
     """``Tensor.random_(low, high)`` and ``torch.randint(low, high)``: ``low <= x < high``."""
 
@@ -88,6 +111,9 @@ Distribution = (
     | Bernoulli
     | BernoulliTensor
     | Exponential
+    | Cauchy
+    | Geometric
+    | LogNormal
     | Integers
     | AllIntegers
     | FusedDropout
@@ -127,6 +153,12 @@ def check_arguments(draw: Distribution, dtype: torch.dtype) -> None:
             _require(std >= 0.0, draw, "a standard deviation of at least 0")
         case Exponential(rate):
             _require(rate > 0.0, draw, "a rate above 0")
+        case Cauchy(_, sigma):
+            _require(sigma > 0.0, draw, "a sigma above 0")
+        case Geometric(p):
+            _require(0.0 < p < 1.0, draw, "a probability above 0 and below 1")
+        case LogNormal(_, std):
+            _require(std > 0.0, draw, "a standard deviation above 0")
         case Bernoulli(p):
             _require(0.0 <= p <= 1.0, draw, "a probability in [0, 1]")
         case FusedDropout(p, _):

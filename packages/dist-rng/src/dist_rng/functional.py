@@ -22,10 +22,13 @@ from dist_rng.distributions import (
     AllIntegers,
     Bernoulli,
     BernoulliTensor,
+    Cauchy,
     Distribution,
     Exponential,
     FusedDropout,
+    Geometric,
     Integers,
+    LogNormal,
     Normal,
     Uniform,
 )
@@ -88,6 +91,37 @@ def exponential_(
 ) -> Tensor:
     """Fills ``local`` from the exponential distribution, as ``Tensor.exponential_`` does."""
     return fill(local, region, Exponential(lambd), generator=generator)
+
+
+def cauchy_(
+    local: Tensor,
+    region: Region,
+    median: float = 0.0,
+    sigma: float = 1.0,
+    *,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Fills ``local`` from the Cauchy distribution, as ``Tensor.cauchy_`` does; on CPUs only."""
+    return fill(local, region, Cauchy(median, sigma), generator=generator)
+
+
+def geometric_(
+    local: Tensor, region: Region, p: float, *, generator: torch.Generator | None = None
+) -> Tensor:
+    """Fills ``local`` from the geometric distribution, as ``Tensor.geometric_``; on CPUs only."""
+    return fill(local, region, Geometric(p), generator=generator)
+
+
+def log_normal_(
+    local: Tensor,
+    region: Region,
+    mean: float = 1.0,
+    std: float = 2.0,
+    *,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Fills ``local`` with exponentials of normal numbers, as ``Tensor.log_normal_``; CPUs only."""
+    return fill(local, region, LogNormal(mean, std), generator=generator)
 
 
 def randint_(
@@ -178,6 +212,14 @@ def scaled_dot_product_attention(
     attend = torch._C._nn.scaled_dot_product_attention
     with _DrawByRegion(weights, None, generator):
         result: Tensor = attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if weights.numel == 0 and 0.0 < dropout_p < 1.0:
+        # torch's dropout of no weights returns before it draws; the global tensor has some.
+        fill(
+            query.new_empty(weights.grid_shape),
+            weights,
+            Bernoulli(1.0 - dropout_p),
+            generator=generator,
+        )
     return result
 
 

@@ -97,10 +97,8 @@ class _DrawAsOnGpu(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._handlers = handlers() | _factories()
-        for name in ("randperm", "multinomial"):  # GPUs use other algorithms
-            packet = getattr(aten, name)
-            operators = (getattr(packet, overload) for overload in packet.overloads())
-            self._handlers.update(dict.fromkeys(operators, raise_unsupported))
+        overloads = (getattr(aten.randperm, name) for name in aten.randperm.overloads())
+        self._handlers.update(dict.fromkeys(overloads, raise_unsupported))  # another algorithm
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api import Plan, installed, parallelize, zoo
+from plan_api.spec.path import PathKind
 from testkit import models
 
 R, P, S0 = Replicate(), Partial(), Shard(0)
@@ -100,6 +101,21 @@ def test_the_stages_of_a_zoo_plan_have_each_of_its_entries(mesh):
     ]
     whole = plan.for_stage(model, model, last=True)
     assert whole.entries == plan.entries
+
+
+def test_an_entry_for_a_tied_tensor_applies_under_the_name_that_the_stage_has(mesh):
+    model = models.llama(num_hidden_layers=2, tie_word_embeddings=True)
+    stage = nn.Module()
+    stage.model = nn.Module()
+    stage.model.embed_tokens = model.model.embed_tokens
+    plan = (
+        Plan(mesh).shard(r"lm_head\.weight", S0, "tp").annotate(r"lm_head\.weight\.grad", P, "dp")
+    )
+    plan.shard(r"model\.norm\.weight", S0, "tp")
+    paths = [entry.path for entry in plan.for_stage(stage, model, last=False).entries]
+    assert [path.kind for path in paths] == [PathKind.STATE, PathKind.GRADIENT]
+    assert all(path.matches("model.embed_tokens.weight") for path in paths)
+    assert plan.for_stage(model, model, last=True).entries == plan.entries
 
 
 @pytest.mark.parametrize("mode", ["eager", "static"])

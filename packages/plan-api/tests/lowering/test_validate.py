@@ -146,6 +146,19 @@ def test_parameters_ignored_by_fully_shard_have_the_plans_placements(mesh):
     assert model.down.weight.device_mesh.ndim == 1
 
 
+def test_flattened_axes_are_split_into_replicas_and_shards(mesh):
+    """Each of two replicas is sharded over four of the eight ranks."""
+    pytest.importorskip("fsdp")
+    plan = Plan(mesh).fully_shard("", ("dp", "tp"), flat=True, replicate=2)
+    model = parallelize(TwoLinears(), plan, use=())
+    for param in model.parameters():
+        assert param.device_mesh.mesh_dim_names == ("dp_tp_replicate", "dp_tp_shard")
+        assert param.device_mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert param.placements[0] == R
+    local_numel = sum(param.to_local().numel() for param in model.parameters())
+    assert local_numel <= sum(param.numel() for param in model.parameters()) // 4 + 1
+
+
 def test_a_reordered_sequence_needs_a_context_entry(mesh):
     model = TwoLinears()
     message = r"sequence.*expected a context\(\) entry along 'dp'.*order='contiguous'"

@@ -178,10 +178,13 @@ def test_without_fsdp_the_error_names_it(mesh, model, monkeypatch, tmp_path):
         lower(Plan(mesh).fully_shard(r"layers\.\d", "dp"), model)
 
 
-@pytest.mark.parametrize(("axes", "copies"), [("dp", 3), ("dp", 0), (("dp", "tp"), 2)])
-def test_replicas_that_do_not_divide_the_ranks_are_refused(mesh, model, axes, copies):
+@pytest.mark.parametrize(
+    ("axes", "copies", "flat"),
+    [("dp", 3, False), ("dp", 0, False), (("dp", "tp"), 2, False), (("dp", "tp"), 3, True)],
+)
+def test_replicas_that_do_not_divide_the_ranks_are_refused(mesh, model, axes, copies, flat):
     with pytest.raises(ValueError, match=rf"expected replicate= on .* got {copies} on axes"):
-        lower(Plan(mesh).fully_shard(r"layers\.\d", axes, replicate=copies), model)
+        lower(Plan(mesh).fully_shard(r"layers\.\d", axes, replicate=copies, flat=flat), model)
 
 
 def test_fully_shard_is_found_by_entry_point_and_applied_innermost_first(mesh, model, tmp_path):

@@ -181,6 +181,35 @@ def test_replicas_microbatches_and_deferred_parameters_train_bit_for_bit_as_in_e
             assert found[name][1] == losses, name
 
 
+@pytest.mark.slow
+def test_replicas_of_flattened_axes_train_as_those_of_an_axis_of_their_own():
+    """Parameters and norms bit for bit; neighbours of the four ranks are one replica either way.
+
+    Torch sums the loss along flattened axes at once, and so in another order.
+    """
+
+    def check():
+        axes = ("replica", "dp")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+        trained = []
+        for mode, options in (
+            ("eager", {}),
+            ("eager", {"flat": True, "replicate": 2}),
+            ("static", {"flat": True, "replicate": 2}),
+        ):
+            plan = zoo.llama(mesh, tp=None, dp=axes)
+            for path in (LAYER, ""):
+                plan.fully_shard(path, axes, "rows(2)", **options)
+            trained.append(_train(parallelize(llama(), plan, mode=mode)))
+        expected, *flat = trained
+        for one in flat:
+            assert set(one.differences(expected)) <= {"losses"}
+            assert one.losses == pytest.approx(expected.losses, abs=1e-6, rel=0)
+        assert expected.losses[-1] != expected.losses[0]
+
+    run_ranks(check, 4, timeout=180)
+
+
 def test_the_guard_casts_inputs_and_outputs_as_mixed_precision_does():
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
 

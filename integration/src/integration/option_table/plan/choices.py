@@ -251,8 +251,10 @@ PLAN: tuple[Choice, ...] = (
         **_FULLY, reshard_after_forward=False,
     ),
     rank_choice(
-        "fully_shard(replicate=2)", "each rank has a copy",
-        lambda seen, options: _whole_at_rest(seen, options),
+        "fully_shard(replicate=2)", "each rank has a copy, or with `flat=True` half of one",
+        lambda seen, options: (
+            0.4 < _share(seen) < 0.6 if "flat" in options else _whole_at_rest(seen, options)
+        ),
         **_FULLY, replicate=2,
     ),
     rank_choice(
@@ -262,8 +264,8 @@ PLAN: tuple[Choice, ...] = (
         **_FULLY, mp_policy=MixedPrecisionPolicy(torch.bfloat16),
     ),
     rank_choice(
-        "fully_shard(flat=True)", "a quarter of the parameters, about",
-        lambda seen, options: _share(seen) < 0.4,
+        "fully_shard(flat=True)", "a quarter of the parameters, about; half with `replicate=2`",
+        lambda seen, options: _share(seen) < (0.6 if "replicate" in options else 0.4),
         **_FULLY, tp="batch", flat=True,
     ),
 )  # fmt: skip

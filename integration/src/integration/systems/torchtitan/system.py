@@ -10,8 +10,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from integration.errors import UsageError
 from integration.models import ModelShape
-from integration.systems.base import System, require_divisible, require_vocabulary
+from integration.systems.base import System, require_vocabulary
 from integration.systems.degrees import Degrees
+from integration.systems.divisors import require_divisors
 from integration.systems.torchtitan import dit, llama, mixtral
 from integration.systems.torchtitan.data_parallel import apply_fsdp
 
@@ -81,8 +82,8 @@ class TorchTitanStyle(System):
                 f" {degrees.dp_replicate}, got none; give it as well, or use --system ddp"
             )
         require_vocabulary(shape, degrees)
-        for field in _DIVISIBLE[shape.family]:
-            require_divisible(shape, field, degrees.tp)
+        fields = _DIVISIBLE[shape.family]
+        require_divisors(shape, fields, "--tp", degrees.tp, degrees.fitting("tp"))
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Distributes the weights in place and installs the hooks."""

@@ -54,9 +54,11 @@ class Manifest:
     Attributes:
         step: number of completed steps.
         world_size: number of ranks that wrote it.
-        device: type of their devices.
         files: size in bytes by file name.
         checksums: checksum by file name; empty in older checkpoints, which have none.
+        device: type of the ranks' devices.
+        equal_generators: whether the random generators of all ranks had the same state, as they
+            have where dist-rng draws one device's numbers.
     """
 
     step: int
@@ -65,6 +67,7 @@ class Manifest:
     files: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
     device: str = "cpu"  # the default of older checkpoints, which do not name it
+    equal_generators: bool = False  # not known of older checkpoints
 
 
 def folder_name(step: int) -> str:
@@ -87,12 +90,17 @@ class CheckpointDraft:
         self.final = run / FOLDER / folder_name(step)
         self.partial = self.final.with_name(f".{self.final.name}.partial")
         self._identity, self._world, self._device = identity, world, device
+        self._equal_generators = False
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Removes a killed run's partial folder and returns the state; all ranks call it."""
         if self._world.is_main and self.partial.exists():
             shutil.rmtree(self.partial)
-        dist.barrier()
+        digests: list[str] = [""] * self._world.size
+        states = self._device.random_state()
+        text = b"".join(state.numpy().tobytes() for state in states.values())
+        dist.all_gather_object(digests, checksum(text))  # a barrier as well
+        self._equal_generators = len(set(digests)) == 1
         return _training_state(model, optimizer) | {"rng": _random_state(self._world, self._device)}
 
     def commit(self, checksums: Mapping[str, str]) -> None:
@@ -104,8 +112,9 @@ class CheckpointDraft:
         sizes = {path.name: path.stat().st_size for path in sorted(self.partial.iterdir())}
         ordered = {name: checksums[name] for name in sizes}
         manifest = Manifest(
-            self.step, self._world.size, self._identity, sizes, ordered, self._device.type
-        )
+            self.step, self._world.size, self._identity, sizes, ordered, self._device.type,
+            self._equal_generators,
+        )  # fmt: skip
         _write_durably(self.partial / MANIFEST, manifest_text(manifest))
         _sync_folder(self.partial)
         _replace_folder(self.partial, self.final)
@@ -177,8 +186,9 @@ def load(
 ) -> None:
     """Loads a complete checkpoint into the model, the optimizer and the random generators.
 
-    The state of the generators, of the host and the device, is restored if the number of ranks and
-    their device are those that saved; otherwise they keep the run's seed.
+    The state of the generators, of the host and the device, is restored if the device is that which
+    saved, and either the number of ranks too, or all ranks had the same state, as where dist-rng
+    draws one device's numbers; otherwise they keep the run's seed.
 
     Args:
         path: the checkpoint.
@@ -193,9 +203,11 @@ def load(
     """
     manifest = read_manifest(path, unverified if verified else verify_together(world))
     state = _training_state(model, optimizer)
-    same_ranks = (manifest.world_size, manifest.device) == (world.size, device.type)
-    if same_ranks:
-        state["rng"] = _random_state(world, device)
+    source = _rank_of_generators(manifest, world, device)
+    if source is not None:
+        state["rng"] = {
+            _rng_key(source, kind): generator for kind, generator in device.random_state().items()
+        }
     dcp.load(state, checkpoint_id=path)
     set_state_dict(
         model,
@@ -204,10 +216,19 @@ def load(
         optim_state_dict=state["optimizer"],
         options=_OPTIONS,
     )
-    if same_ranks:
+    if source is not None:
         device.set_random_state(
-            {kind: state["rng"][_rng_key(world, kind)] for kind in device.random_state()}
+            {kind: state["rng"][_rng_key(source, kind)] for kind in device.random_state()}
         )
+
+
+def _rank_of_generators(manifest: Manifest, world: World, device: Device) -> int | None:
+    """Returns the rank whose generators this one continues; None: it keeps its own."""
+    if manifest.device != device.type:
+        return None
+    if manifest.world_size == world.size:
+        return world.rank
+    return 0 if manifest.equal_generators else None
 
 
 def load_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -342,11 +363,11 @@ def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def _random_state(world: World, device: Device) -> dict[str, torch.Tensor]:
-    return {_rng_key(world, kind): state for kind, state in device.random_state().items()}
+    return {_rng_key(world.rank, kind): state for kind, state in device.random_state().items()}
 
 
-def _rng_key(world: World, kind: str) -> str:
-    return f"rank{world.rank}" if kind == "cpu" else f"rank{world.rank}.{kind}"
+def _rng_key(rank: int, kind: str) -> str:
+    return f"rank{rank}" if kind == "cpu" else f"rank{rank}.{kind}"
 
 
 def _flat(identity: Identity) -> dict[str, Any]:

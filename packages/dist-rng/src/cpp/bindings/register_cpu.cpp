@@ -39,18 +39,35 @@ void uniform(Address state, Address data, Dtype dtype, const LocalGrid& grid,
 }
 
 void normal(Address state, Address data, Dtype dtype, const LocalGrid& grid,
-            std::int64_t global_numel, double mean, double std, bool blocks, bool fused, TorchRelease release) {
+            std::int64_t global_numel, double mean, double std, bool blocks, bool fused,
+            TorchRelease release) {
   Arguments arguments;
   arguments.mean = mean;
   arguments.std = std;
   arguments.fused = fused;
   arguments.release = release;
-  if (kernel_set().normal_pairs(dtype, arguments).convert == nullptr) {
-    throw py::type_error("no kernel for this dtype");
-  }
+  const Kernel pairs = kernel_set().normal_pairs(dtype, arguments);
+  if (pairs.convert == nullptr) throw py::type_error("no kernel for this dtype");
   const py::gil_scoped_release unlocked;
   const FillTarget target{reinterpret_cast<void*>(data), dtype, grid, global_numel};
-  (blocks ? fill_normal_blocks : fill_normal_pairs)(state_at(state), target, arguments);
+  if (blocks) {
+    fill_normal_blocks(state_at(state), target, arguments);
+  } else {
+    fill_normal_pairs(state_at(state), target, pairs, arguments);
+  }
+}
+
+void log_normal(Address state, Address data, Dtype dtype, const LocalGrid& grid,
+                std::int64_t global_numel, double mean, double std, bool fused) {
+  Arguments arguments;
+  arguments.mean = mean;
+  arguments.std = std;
+  arguments.fused = fused;
+  const Kernel pairs = kernel_set().log_normal_pairs(dtype, arguments);
+  if (pairs.convert == nullptr) throw py::type_error("no kernel for this dtype");
+  const py::gil_scoped_release unlocked;
+  const FillTarget target{reinterpret_cast<void*>(data), dtype, grid, global_numel};
+  fill_normal_pairs(state_at(state), target, pairs, arguments);
 }
 
 void bernoulli(Address state, Address data, Dtype dtype, const LocalGrid& grid,
@@ -77,6 +94,22 @@ void exponential(Address state, Address data, Dtype dtype, const LocalGrid& grid
   arguments.rate = rate;
   fill(state, data, dtype, grid, global_numel, kernel_set().exponential(dtype, arguments),
        arguments);
+}
+
+void cauchy(Address state, Address data, Dtype dtype, const LocalGrid& grid,
+            std::int64_t global_numel, double median, double sigma, bool fused) {
+  Arguments arguments;
+  arguments.median = median;
+  arguments.sigma = sigma;
+  arguments.fused = fused;
+  fill(state, data, dtype, grid, global_numel, kernel_set().cauchy(dtype, arguments), arguments);
+}
+
+void geometric(Address state, Address data, Dtype dtype, const LocalGrid& grid,
+               std::int64_t global_numel, double p) {
+  Arguments arguments;
+  arguments.p = p;
+  fill(state, data, dtype, grid, global_numel, kernel_set().geometric(dtype, arguments), arguments);
 }
 
 void integers(Address state, Address data, Dtype dtype, const LocalGrid& grid,
@@ -140,6 +173,9 @@ void register_cpu(py::module_& module) {
   module.def("bernoulli", &bernoulli);
   module.def("bernoulli_tensor", &bernoulli_tensor);
   module.def("exponential", &exponential);
+  module.def("cauchy", &cauchy);
+  module.def("geometric", &geometric);
+  module.def("log_normal", &log_normal);
   module.def("integers", &integers);
   module.def("all_integers", &all_integers);
 }

@@ -21,15 +21,18 @@ struct FillTarget {
   std::int64_t global_numel;
 };
 
-// Ops where element i takes the words from i * kernel.words: all but normal_. `input` has the
-// target's strides, and is null where the op has none. False if an input is out of range.
+// Ops where element i takes the words from i * kernel.words: all but normal_ and log_normal_.
+// `input` has the target's strides, and is null where the op has none. False if an input is out of
+// range.
 bool fill_elements(TorchState& state, const FillTarget& target, const Kernel& kernel,
                    const Arguments& arguments, const void* input, std::size_t input_size);
 
 // normal_ of a contiguous global tensor of 16 elements or more.
 void fill_normal_blocks(TorchState& state, const FillTarget& target, const Arguments& arguments);
 
-// normal_ of any other global tensor; uses and stores the generator's cached sample.
-void fill_normal_pairs(TorchState& state, const FillTarget& target, const Arguments& arguments);
+// normal_ of any other global tensor, and log_normal_; uses and stores the generator's cached
+// sample.
+void fill_normal_pairs(TorchState& state, const FillTarget& target, const Kernel& kernel,
+                       const Arguments& arguments);
 
 }  // namespace dist_rng

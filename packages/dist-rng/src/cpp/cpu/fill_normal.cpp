@@ -133,11 +133,11 @@ void fill_normal_blocks(TorchState& state, const FillTarget& target, const Argum
   engine.store(state);
 }
 
-void fill_normal_pairs(TorchState& state, const FillTarget& target, const Arguments& arguments) {
+void fill_normal_pairs(TorchState& state, const FillTarget& target, const Kernel& kernel,
+                       const Arguments& arguments) {
   if (target.global_numel == 0) return;
   constexpr std::int64_t kPairWords = 4;
   Mt19937 engine(state);
-  const Kernel kernel = kernel_set().normal_pairs(target.dtype, arguments);
   std::byte* data = static_cast<std::byte*>(target.data);
   // The first element is the sample that an earlier draw cached, if there is one; pairs follow.
   const std::int64_t cached = state.normal_is_valid ? 1 : 0;

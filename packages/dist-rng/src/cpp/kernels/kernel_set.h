@@ -25,10 +25,12 @@ enum class TorchRelease : int {
 struct Arguments {
   double low = 0;            // uniform
   double high = 0;           // uniform
-  double mean = 0;           // normal
-  double std = 0;            // normal
-  double p = 0;              // bernoulli with one probability
+  double mean = 0;           // normal, log-normal
+  double std = 0;            // normal, log-normal
+  double p = 0;              // bernoulli with one probability, geometric
   double rate = 0;           // exponential
+  double median = 0;         // cauchy
+  double sigma = 0;          // cauchy
   std::uint64_t range = 0;   // integers
   std::int64_t base = 0;     // integers
   bool fused = false;        // torch's build computes a * b + c with one rounding
@@ -62,9 +64,12 @@ struct KernelSet {
   Kernel (*uniform)(Dtype dtype, const Arguments& arguments);
   Kernel (*normal_blocks)(Dtype dtype, const Arguments& arguments);
   Kernel (*normal_pairs)(Dtype dtype, const Arguments& arguments);
+  Kernel (*log_normal_pairs)(Dtype dtype, const Arguments& arguments);
   Kernel (*bernoulli)(Dtype dtype, const Arguments& arguments);
   Kernel (*bernoulli_tensor)(Dtype dtype, Dtype probabilities);
   Kernel (*exponential)(Dtype dtype, const Arguments& arguments);
+  Kernel (*cauchy)(Dtype dtype, const Arguments& arguments);
+  Kernel (*geometric)(Dtype dtype, const Arguments& arguments);
   Kernel (*integers)(Dtype dtype, const Arguments& arguments);
   Kernel (*all_integers)(Dtype dtype, const Arguments& arguments);
   // words[j][i], j < 4, i < count: what thread `thread + i` gets from its call of number `call`.

@@ -1,7 +1,8 @@
-// normal_: the path in blocks, for 16 contiguous elements and more, and the serial path in pairs.
+// normal_: the path in blocks, for 16 contiguous elements and more, and the serial path in pairs,
+// which is log_normal_'s for any number of elements.
 //
 // Sources: ATen/native/cpu/DistributionTemplates.h, normal_fill and normal_fill_16 of each release;
-// ATen/core/DistributionsHelper.h, normal_distribution<double>.
+// ATen/core/DistributionsHelper.h, normal_distribution<double> and lognormal_distribution<double>.
 #include <cmath>
 
 #include "cephes.h"
@@ -127,12 +128,13 @@ bool convert_blocks_low_precision(const Arguments& arguments, const std::uint32_
 
 // Pairs.
 
-template <typename T, bool kFused>
+template <typename T, bool kFused, bool kExponentiated>
 bool convert_pairs(const Arguments& arguments, const std::uint32_t* words, const void* input,
                    void* out, std::int64_t count) {
   T* elements = static_cast<T*>(out);
   const auto finish = [&](double sample) {
-    return cast<T>(multiply_add<kFused>(sample, arguments.std, arguments.mean));
+    const double normal = multiply_add<kFused>(sample, arguments.std, arguments.mean);
+    return cast<T>(kExponentiated ? ::exp(normal) : normal);
   };
   if (input != nullptr) {  // samples that were drawn earlier
     for (std::int64_t i = 0; i < count; ++i) {
@@ -171,7 +173,13 @@ Kernel normal_blocks(Dtype dtype, const Arguments& arguments) {
 
 Kernel normal_pairs(Dtype dtype, const Arguments& arguments) {
   return for_floating(dtype, [&]<typename T>() -> Kernel {
-    return {arguments.fused ? convert_pairs<T, true> : convert_pairs<T, false>, 2, 2};
+    return {arguments.fused ? convert_pairs<T, true, false> : convert_pairs<T, false, false>, 2, 2};
+  });
+}
+
+Kernel log_normal_pairs(Dtype dtype, const Arguments& arguments) {
+  return for_floating(dtype, [&]<typename T>() -> Kernel {
+    return {arguments.fused ? convert_pairs<T, true, true> : convert_pairs<T, false, true>, 2, 2};
   });
 }
 

@@ -13,10 +13,13 @@ from dist_rng.distributions import (
     AllIntegers,
     Bernoulli,
     BernoulliTensor,
+    Cauchy,
     Distribution,
     Exponential,
     FusedDropout,
+    Geometric,
     Integers,
+    LogNormal,
     Normal,
     Uniform,
     check_arguments,
@@ -24,20 +27,16 @@ from dist_rng.distributions import (
 )
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_COMMON = (
-    *_FLOATING,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-)
+_NUMBERS = (*_FLOATING, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_COMMON = (*_NUMBERS, torch.bool)
 _EVERY = (*_COMMON, torch.uint16, torch.uint32, torch.uint64)
 _SUPPORTED: dict[type, tuple[torch.dtype, ...]] = {
     Uniform: _FLOATING,
     Normal: _FLOATING,
     Exponential: _FLOATING,
+    Cauchy: _FLOATING,
+    Geometric: _NUMBERS,
+    LogNormal: _FLOATING,
     Bernoulli: _COMMON,
     BernoulliTensor: _COMMON,
     AllIntegers: _COMMON,
@@ -92,6 +91,20 @@ def cpu_draw(draw: Distribution, dtype: torch.dtype, probabilities: torch.dtype 
         case Exponential(rate):
             return lambda layout, state, data, _: _core.exponential(
                 state, data, core, layout.grid, layout.global_numel, rate
+            )
+        case Cauchy(median, sigma):
+            fused = torch_uses_fma()
+            return lambda layout, state, data, _: _core.cauchy(
+                state, data, core, layout.grid, layout.global_numel, median, sigma, fused
+            )
+        case Geometric(p):
+            return lambda layout, state, data, _: _core.geometric(
+                state, data, core, layout.grid, layout.global_numel, p
+            )
+        case LogNormal(mean, std):
+            fused = torch_uses_fma()
+            return lambda layout, state, data, _: _core.log_normal(
+                state, data, core, layout.grid, layout.global_numel, mean, std, fused
             )
         case Bernoulli(p):
             return lambda layout, state, data, _: _core.bernoulli(

@@ -18,22 +18,29 @@ from dist_rng.distributions import (
     AllIntegers,
     Bernoulli,
     BernoulliTensor,
+    Cauchy,
     Distribution,
     Exponential,
     FusedDropout,
+    Geometric,
     Integers,
+    LogNormal,
     Normal,
     Uniform,
 )
 
 _SEED = 0x5EED
-# For normal_, 107 is six blocks of 16 and a remainder; 11 is the serial path with a cached sample.
+# For normal_, 107 is six blocks of 16 and a remainder; 11 is the serial path with a cached sample,
+# which log_normal_ has for both.
 _SIZES = (107, 11)
 # With these arguments one rounding more or less changes a value.
 _SAMPLES: dict[type, tuple[Distribution, ...]] = {
     Uniform: (Uniform(-0.3, 0.55),),
     Normal: (Normal(0.3, 1.7),),
     Exponential: (Exponential(1.3),),
+    Cauchy: (Cauchy(0.3, 1.7),),
+    Geometric: (Geometric(0.3),),
+    LogNormal: (LogNormal(0.3, 1.7),),
     Bernoulli: (Bernoulli(0.3),),
     BernoulliTensor: (BernoulliTensor(),),
     AllIntegers: (AllIntegers(),),
@@ -107,6 +114,12 @@ def _torch_draw(
             return lambda tensor: tensor.normal_(mean, std, generator=generator)
         case Exponential(rate):
             return lambda tensor: tensor.exponential_(rate, generator=generator)
+        case Cauchy(median, sigma):
+            return lambda tensor: tensor.cauchy_(median, sigma, generator=generator)
+        case Geometric(p):
+            return lambda tensor: tensor.geometric_(p, generator=generator)
+        case LogNormal(mean, std):
+            return lambda tensor: tensor.log_normal_(mean, std, generator=generator)
         case Bernoulli(p):
             return lambda tensor: tensor.bernoulli_(p, generator=generator)
         case BernoulliTensor():

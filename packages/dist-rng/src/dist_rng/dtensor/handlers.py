@@ -14,23 +14,28 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dist_rng import functional
 from dist_rng.distributions import (
     AllIntegers,
     Bernoulli,
     BernoulliTensor,
+    Cauchy,
     Distribution,
     Exponential,
     FusedDropout,
+    Geometric,
     Integers,
+    LogNormal,
     Normal,
     Uniform,
     largest_integer,
 )
 from dist_rng.dtensor.agreement import first_draw_check
 from dist_rng.dtensor.empty_like import empty_like
+from dist_rng.emulation.device import is_active
+from dist_rng.regions.placements import slice_of
 from dist_rng.regions.region import Region, memory_order
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -59,7 +64,8 @@ def handlers() -> dict[Any, Handler]:
     table[aten.normal.Tensor_float] = _normal_around
     table[aten.normal.float_Tensor] = _normal_around
     table[aten.normal.Tensor_Tensor] = _normal_around
-    table[aten.multinomial.default] = _on_replicas
+    table[aten.poisson.default] = _poisson
+    table[aten.multinomial.default] = _multinomial
     return table
 
 
@@ -74,8 +80,8 @@ def fill_tensor(
     if isinstance(tensor, DTensor):
         first_draw_check(tensor.device_mesh, generator)
     local, region = local_of(tensor), local_region(tensor)
-    if local.ndim != len(region.global_shape):  # on a rank outside of the mesh torch's has one dim
-        local = local.new_empty(region.grid_shape)
+    if region.windows is None and local.ndim != len(region.global_shape):
+        local = local.new_empty(region.grid_shape)  # outside of the mesh torch's has one dim
     functional.fill(
         local,
         region,
@@ -105,6 +111,9 @@ _IN_PLACE: dict[Any, Callable[[Arguments], Distribution]] = {
     aten.normal_.default: lambda a: Normal(a["mean"], a["std"]),
     aten.bernoulli_.float: lambda a: Bernoulli(a["p"]),
     aten.exponential_.default: lambda a: Exponential(a["lambd"]),
+    aten.cauchy_.default: lambda a: Cauchy(a["median"], a["sigma"]),
+    aten.geometric_.default: lambda a: Geometric(a["p"]),
+    aten.log_normal_.default: lambda a: LogNormal(a["mean"], a["std"]),
     aten.random_.default: lambda a: AllIntegers(),
     aten.random_.to: lambda a: Integers(0, a["to"]),
     getattr(aten.random_, "from"): lambda a: Integers(a["from"], _upper_bound(a)),
@@ -123,8 +132,8 @@ _LIKE: dict[Any, Callable[[Arguments], Distribution]] = {
 
 # Random operators whose stream is not reproduced: they raise on a DTensor.
 _UNSUPPORTED = (
-    *("binomial", "cauchy", "cauchy_", "exponential", "geometric", "geometric_", "log_normal"),
-    *("log_normal_", "normal_functional", "poisson", "random", "uniform", "_fused_dropout"),
+    *("binomial", "cauchy", "exponential", "geometric", "log_normal", "normal_functional"),
+    *("poisson", "random", "uniform", "_fused_dropout"),
     *("rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional"),
     *("_sample_dirichlet", "_standard_gamma", "bernoulli", "normal", "rand_like", "randn_like"),
     *("randint_like", "multinomial", "native_dropout"),
@@ -247,20 +256,57 @@ def _check_std(std: Tensor | float, shape: torch.Size) -> None:
         raise ValueError("expected standard deviations >= 0, got an element of std below 0 or NaN")
 
 
-def _on_replicas(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    # Every rank holds the global input and an equal generator, so each draws the global result.
+def _poisson(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    drawn = _on_gathered(operator, args, kwargs)
+    result = empty_like(args[0], memory_format=torch.contiguous_format)
+    local = local_of(result)
+    local.copy_(slice_of(drawn, local_region(result)).reshape(local.shape))
+    return result
+
+
+def _multinomial(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    drawn, source = _on_gathered(operator, args, kwargs), args[0]
+    # Rows stay sharded; samples of sharded categories are replicated.
+    placements = [
+        placement if type(placement) is Shard and placement.dim == 0 < source.ndim - 1 else _REPLICA
+        for placement in source.placements
+    ]
+    replicas = [_REPLICA] * source.device_mesh.ndim
+    result = DTensor.from_local(drawn, source.device_mesh, replicas, run_check=False)
+    return result.redistribute(placements=placements)
+
+
+_REPLICA = Replicate()
+
+
+def _on_gathered(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Draws the global result on every rank, of the gathered input.
+
+    No rank could draw its part alone: how many words a number of ``poisson`` takes depends on its
+    rate, and ``multinomial`` needs whole rows. The ranks' generators are equal, and stay so.
+    """
     source = args[0]
-    if not all(placement.is_replicate() for placement in source.placements):
+    if is_active():  # GPUs use other algorithms
+        raise_unsupported(operator, args, kwargs)
+    if any(placement.is_partial() for placement in source.placements):
         raise _error(
             operator,
-            f"expected an input placed Replicate on all axes, got {source.placements}; redistribute"
-            " it to Replicate",
+            f"expected an input of whole values, got {source.placements}, whose local values are"
+            " summands; redistribute it to Replicate or Shard first",
         )
-    local = operator(local_of(source), *args[1:], **kwargs)
-    result: Tensor = DTensor.from_local(
-        local, source.device_mesh, source.placements, run_check=False
-    )
-    return result
+    if source.device_mesh.get_coordinate() is None:
+        raise _error(
+            operator,
+            f"expected a rank of {source.device_mesh}, got one outside of it, whose generator"
+            " cannot advance as those inside; call it on the ranks of the mesh",
+        )
+    first_draw_check(source.device_mesh, bind(operator, args, kwargs)["generator"])
+    gathered = source.detach().full_tensor()
+    if gathered.stride() != source.stride():  # it may determine the order of the draws
+        single = gathered.new_empty_strided(source.shape, source.stride())
+        gathered = single.copy_(gathered)
+    drawn: Tensor = operator(gathered, *args[1:], **kwargs)
+    return drawn
 
 
 def raise_unsupported(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:

@@ -28,7 +28,7 @@ def install(*, check_generators: bool = False) -> None:
     and ``nn.init`` (also ``orthogonal_`` and ``sparse_``, for which each rank makes the global
     matrix), on CPU and CUDA meshes. Ranks must have equal generators: call ``torch.manual_seed``
     with one seed on all of them. Nothing communicates except ``trunc_normal_``, whose ranks agree
-    on its rounds of rejection.
+    on its rounds of rejection, and ``poisson`` and ``multinomial``, which gather sharded inputs.
 
     It adds handlers to DTensor's ``OpDispatcher._custom_op_handlers``, and patches
     ``torch.distributed.tensor._api._dtensor_init_helper``, ``nn.init.orthogonal_``,

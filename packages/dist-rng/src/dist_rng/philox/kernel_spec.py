@@ -15,11 +15,14 @@ from dist_rng.distributions import (
     AllIntegers,
     Bernoulli,
     BernoulliTensor,
+    Cauchy,
     Distribution,
     Exponential,
     FusedDropout,
+    Geometric,
     IntegerRange,
     Integers,
+    LogNormal,
     Normal,
     Uniform,
     all_integers,
@@ -100,8 +103,14 @@ def kernel_spec(draw: Distribution, dtype: torch.dtype, numel: int) -> KernelSpe
 
     Raises:
         TypeError: torch does not draw this distribution into this dtype.
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or a GPU's numbers of this distribution are not
+            reproduced.
     """
+    if isinstance(draw, Cauchy | Geometric | LogNormal):
+        raise ValueError(
+            f"{_name(draw)}: dist-rng does not reproduce this operator's stream on a GPU, only on"
+            " a CPU; draw it on a CPU tensor, or on a plain tensor that you distribute"
+        )
     if dtype not in SCALARS:
         raise TypeError(f"{_name(draw)}: expected a dtype that torch draws, got {dtype}")
     scalar = SCALARS[dtype]
@@ -138,6 +147,8 @@ def kernel_spec(draw: Distribution, dtype: torch.dtype, numel: int) -> KernelSpe
         case AllIntegers():
             wide = dtype in (torch.float64, torch.int64)
             return _integers(all_integers(dtype), scalar, wide=wide)
+        case Cauchy() | Geometric() | LogNormal():  # pragma: no cover - refused above
+            raise AssertionError(draw)
 
 
 def prepared_probabilities(

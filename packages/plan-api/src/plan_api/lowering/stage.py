@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from plan_api.lowering.model_names import named_state, resolve_argument
 from plan_api.spec.entry import Entry
-from plan_api.spec.path import PathKind
+from plan_api.spec.path import PathKind, TensorPath
 
 __all__ = ["entries_of_stage"]
 
@@ -24,8 +27,10 @@ def entries_of_stage(
     """
     own, whole = _Names.of(stage), _Names.of(model)
     for entry in entries:
-        matched = own.matched(entry)
-        if not matched and whole.matched(entry):
+        matched, in_model = own.matched(entry), whole.matched(entry)
+        if entry.path.kind in (PathKind.STATE, PathKind.GRADIENT):
+            yield from _under_other_names(entry, in_model, own, whole)
+        if not matched and in_model:
             continue  # all that it names is on other stages
         if entry.path.kind is PathKind.OUTPUT and "" in matched and not last:
             matched.remove("")
@@ -48,24 +53,30 @@ class _Names(NamedTuple):
     """What a model has by name: modules, and parameters and buffers."""
 
     modules: dict[str, nn.Module]
-    state: dict[str, bool]  # whether it is a parameter
+    state: dict[str, torch.Tensor]
 
     @classmethod
     def of(cls, model: nn.Module) -> _Names:
-        state = {name: isinstance(one, nn.Parameter) for name, one in named_state(model)}
-        return cls(dict(model.named_modules(remove_duplicate=False)), state)
+        return cls(dict(model.named_modules(remove_duplicate=False)), dict(named_state(model)))
 
     def matched(self, entry: Entry) -> list[str]:
         """Returns the names that an entry matches."""
         if entry.path.kind is PathKind.STATE:
             return [name for name in self.state if entry.path.matches(name)]
         if entry.path.kind is PathKind.GRADIENT:
-            return [
-                name
-                for name, is_param in self.state.items()
-                if is_param and entry.path.matches(name)
-            ]
+            params = (name for name, one in self.state.items() if isinstance(one, nn.Parameter))
+            return [name for name in params if entry.path.matches(name)]
         return [name for name in self.modules if entry.path.matches(name)]
+
+
+def _under_other_names(
+    entry: Entry, matched: Iterable[str], own: _Names, whole: _Names
+) -> Iterator[Entry]:
+    """Yields an entry for each tensor that the stage has under another name only, as it is tied."""
+    tensors = {id(whole.state[name]) for name in matched if name not in own.state}
+    for name, tensor in whole.state.items():
+        if id(tensor) in tensors and name in own.state and not entry.path.matches(name):
+            yield replace(entry, path=TensorPath(name, re.escape(name), entry.path.kind))
 
 
 def _has_argument(entry: Entry, name: str, module: nn.Module) -> bool:

@@ -178,15 +178,17 @@ def _check_options(entry: FullyShard, mesh: DeviceMesh) -> None:
 
 
 def _check_replicate(entry: FullyShard, mesh: DeviceMesh) -> None:
-    replicate = dict(entry.options).get("replicate", 1)
+    options = dict(entry.options)
+    replicate = options.get("replicate", 1)
     if replicate == 1:
         return
-    ranks = mesh[entry.axes].size()
-    if len(entry.axes) > 1 or not isinstance(replicate, int) or replicate < 1 or ranks % replicate:
+    ranks, is_one_axis = mesh[entry.axes].size(), len(entry.axes) == 1 or options.get("flat")
+    if not is_one_axis or not isinstance(replicate, int) or replicate < 1 or ranks % replicate:
         raise ValueError(
-            f"{entry.description}: expected replicate= on one axis, a number of copies that "
-            f"divides its ranks; got {replicate!r} on axes {entry.axes} of {ranks} ranks. To "
-            f"replicate on an axis of its own, name two axes and leave replicate= out"
+            f"{entry.description}: expected replicate= on one axis, or on axes with flat=True, a "
+            f"number of copies that divides its ranks; got {replicate!r} on axes {entry.axes} of "
+            f"{ranks} ranks. To replicate on an axis of its own, name two axes and leave "
+            f"replicate= out"
         )
 
 

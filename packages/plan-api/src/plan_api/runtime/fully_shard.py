@@ -63,14 +63,13 @@ def apply_fully_shard(
 
 
 def _mesh_of(entry: FullyShard, mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh of an entry: its axes, flattened, or one axis split into two."""
+    """Returns the mesh of an entry: its axes, flattened if asked, of which one is split in two."""
     options, own = dict(entry.options), mesh[entry.axes]
     if options.get("flat") and own.ndim > 1:
-        return own._flatten()
+        own = own._flatten()
     replicas = options.get("replicate", 1)
     if replicas == 1:
         return own
-    (axis,) = entry.axes
-    sizes = (replicas, own.size() // replicas)
+    name, sizes = "_".join(entry.axes), (replicas, own.size() // replicas)
     # By number: torch 2.11 refuses a name that the mesh has ("is not in").
-    return own._unflatten(0, sizes, (f"{axis}_replicate", f"{axis}_shard"))
+    return own._unflatten(0, sizes, (f"{name}_replicate", f"{name}_shard"))

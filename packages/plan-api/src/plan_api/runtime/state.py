@@ -153,13 +153,14 @@ def _placements_before_fully_shard(
 ) -> tuple[Placement, ...]:
     """Returns the placements to materialise a parameter that fully_shard will shard.
 
-    Along the axis that will shard it, the parameter is sharded on a dim that no other axis shards,
-    so that no rank holds all of it; if there is no such dim it is replicated.
+    Along the axes that will shard it, the parameter is sharded on a dim that no other axis shards,
+    so that no rank holds all of it; if there is no such dim it is replicated. These are all axes of
+    the entry where it flattens them, and otherwise the last one.
 
     Args:
         name: of the parameter.
         tensor: the parameter, whose shape counts.
-        rest: its placements at rest, replicated along that axis.
+        rest: its placements at rest, replicated along the entry's axes.
         entries: of fully_shard, by module path.
         mesh: of the plan.
     """
@@ -169,9 +170,9 @@ def _placements_before_fully_shard(
     axes = [axis_names(mesh).index(axis) for axis in entry.axes]
     if not all(isinstance(rest[axis], Replicate) for axis in axes):
         return rest  # fully_shard ignores it
-    axis = axes[-1]
+    sharding = axes if dict(entry.options).get("flat") else axes[-1:]
     sharded_dims = {getattr(one, "dim", None) for one in rest}  # torch's and ragged-shard's shards
     free = [dim for dim in range(tensor.ndim) if dim not in sharded_dims]
     if not free:
         return rest
-    return (*rest[:axis], Shard(free[0]), *rest[axis + 1 :])
+    return tuple(Shard(free[0]) if axis in sharding else one for axis, one in enumerate(rest))

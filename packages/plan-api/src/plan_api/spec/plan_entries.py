@@ -295,8 +295,8 @@ class PlanEntries:
             reshard_after_forward: whether parameters are gathered again in backward; None: all but
                 those of the root.
             flat: whether several axes are flattened into one to shard on.
-            replicate: the number of replicas on one axis, each on neighbouring ranks (HSDP on one
-                axis, on which the batch is sharded once).
+            replicate: the number of replicas on one axis, or on axes that ``flat`` makes one, each
+                on neighbouring ranks (HSDP where the batch is sharded along this axis once).
             placements: of parameters, gradients and optimizer state, as the package names them:
                 "zero1", "zero2", "hfsdp"; None: all are sharded.
             mp_policy: torch's: dtypes of parameters while modules run, of reductions and outputs.
