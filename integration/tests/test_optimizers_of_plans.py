@@ -1,0 +1,38 @@
+"""The optimizers of fsdp train under plans as on one device."""
+
+import pytest
+
+# 8 bits and an iteration that orthogonalizes amplify rounding.
+TOLERANCE = 5e-5
+STEPS = 6
+PRODUCTS = {
+    "FSDP x TP": {"dp_shard": 2, "tp": 2, "sp": True},
+    "FSDP x TP, static": {"dp_shard": 2, "tp": 2, "sp": True, "static": True},
+    "HSDP": {"dp_replicate": 2, "dp_shard": 2, "micro_batch": 2},
+    "TP": {"tp": 4, "micro_batch": 8},
+    "FSDP x CP": {"dp_shard": 2, "cp": 2},
+    "ZeRO-3": {"dp_shard": 4, "zero3": True, "micro_batch": 2},
+    "PP x FSDP": {"pp_degree": 2, "dp_shard": 2, "micro_batch": 2},
+    "PP x TP, static": {"pp_degree": 2, "tp": 2, "static": True},
+    "FSDP x EP": {"dp_shard": 4, "ep": 2, "model": "mixtral-tiny", "micro_batch": 2},
+    "DiT, FSDP x TP": {"dp_shard": 2, "tp": 2, "model": "dit-tiny"},
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Adam8bit. the shards of parameter")
+@pytest.mark.parametrize("optimizer", ["adam8bit", "muon"])
+def test_losses_are_those_of_one_device(optimizer, train_runs, tmp_path):
+    runs = [
+        {"system": "plan", "optimizer": optimizer, "micro_batch": 4} | product
+        for product in PRODUCTS.values()
+    ]
+    kinds = sorted({run.get("model", "llama-tiny") for run in runs})
+    alone = [{"model": kind, "optimizer": optimizer, "micro_batch": 8} for kind in kinds]
+    found = train_runs(1, alone, out=tmp_path / "alone", steps=STEPS)
+    expected = dict(zip(kinds, found, strict=True))
+    losses = train_runs(4, runs, out=tmp_path / "products", steps=STEPS)
+    for name, run, each in zip(PRODUCTS, runs, losses, strict=True):
+        of_one = expected[run.get("model", "llama-tiny")]
+        assert each == pytest.approx(of_one, rel=0, abs=TOLERANCE), name
