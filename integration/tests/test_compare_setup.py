@@ -164,11 +164,17 @@ def test_native_systems_share_no_process_with_packages_that_patch_torch(make_opt
     assert set.union(*sessions.values()) == {False, True}
 
 
-@pytest.mark.parametrize("experiment", ["optimizers", "parallelism"])
-def test_batches_of_every_experiment_are_checked_before(make_options, experiment):
+@pytest.mark.parametrize(
+    ("experiment", "error"),
+    [
+        ("optimizers", r"global batch 4 .* data-parallel degree 2"),
+        ("parallelism", "--global-batch: expected at least 8, as pipelines"),
+    ],
+)
+def test_batches_of_every_experiment_are_checked_before(make_options, experiment, error):
     # A system whose ranks see one batch, which DDP's share.
     assert prepare(make_options(systems="dtensor-tp", global_batch=4)).jobs
-    with pytest.raises(UsageError, match=r"global batch 4 .* data-parallel degree 2"):
+    with pytest.raises(UsageError, match=error):
         prepare(make_options(f"systems,{experiment}", systems="dtensor-tp", global_batch=4))
 
 

@@ -30,6 +30,7 @@ LOSSES = [5.0, 4.0]
 CLOSE = [5.0, 4.000005]
 FAR = [5.0, 4.5]
 MODELS = "llama-tiny,dit-tiny"
+ALL = "llama-tiny,mixtral-tiny,dit-tiny"
 ABSENT = "\N{EN DASH}"
 
 
@@ -78,7 +79,7 @@ def test_runs_of_one_source_and_number_of_ranks_share_processes(tmp_path):
 
 
 def test_each_model_has_what_it_can_be_trained_by(tmp_path):
-    runs = runs_of(tmp_path, models="llama-tiny,mixtral-tiny,dit-tiny")
+    runs = runs_of(tmp_path, models=ALL)
     variants = {
         model: {run.job.system for run in runs if run.job.model == model}
         for model in ("llama-tiny", "mixtral-tiny", "dit-tiny")
@@ -105,6 +106,64 @@ def test_on_four_ranks_cases_run_separately_on_request(tmp_path, every):
         "plan-tp-sp": {*alone, ParallelCase.BOTH},
         "plan-dp-tp-sp": {*(alone if every else ()), ParallelCase.BOTH},
     }
+
+
+def test_a_pipeline_that_draws_masks_runs_one_devices_samples_at_a_time(tmp_path):
+    pipelines = {}
+    for run in runs_of(tmp_path, every_case=True, models=ALL):
+        config, case = run.job.config, run.labels["case"]
+        if config.pp_degree > 1 and case != ParallelCase.NEITHER:
+            pipelines.setdefault(run.job.system, set()).add(case)
+            samples = config.micro_batch * run.job.data_parallel_degree
+            assert samples == config.global_batch == 8
+            assert samples // config.pp_microbatches == SharedOptions().micro_batch
+    assert pipelines.pop("pp-1F1B") == {ParallelCase.DROPOUT}  # of one device's weights
+    assert pipelines.pop("pp-1F1B-plan-cp-ring") == {ParallelCase.INIT}
+    assert set(map(frozenset, pipelines.values())) == {frozenset({ParallelCase.BOTH})}
+    assert len(pipelines) == 9
+
+
+def test_by_default_a_few_pipelines_of_plans_are_compared(tmp_path):
+    def named(**changes):
+        systems = {run.job.system for run in runs_of(tmp_path, models=ALL, **changes)}
+        return {name for name in systems if "-plan-" in name}
+
+    assert named() == {
+        "pp-1F1B-plan-fsdp",
+        "pp-1F1B-plan-fsdp-ep",
+        "pp-ZBVZeroBubble-plan-tp-sp-static",
+    }
+    assert len(named(every_case=True)) == 10
+
+
+def test_named_variants_are_compared_with_the_references_that_they_need(tmp_path):
+    runs = runs_of(tmp_path, models="llama-tiny", variants="plan-tp, pp-1F1B-plan-zero3")
+    assert {run.job.system for run in runs} == {"single", "plan-tp", "pp-1F1B-plan-zero3"}
+    references = {run.job.name for run in runs if run.reference is None}
+    assert references == {f"llama-tiny-{case}-single" for case in ("init", "dropout", "both")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"variants": "nope"}, "unknown system 'nope'"),
+        ({"variants": "plan-tp,plan-ep"}, r"--parallelism\.variants: .*got plan-ep;"),
+    ],
+)
+def test_variants_that_are_not_compared_are_refused(changes, error, tmp_path):
+    with pytest.raises(UsageError, match=error):
+        runs_of(tmp_path, **changes)
+
+
+def test_a_global_batch_of_one_microbatch_is_refused_where_pipelines_split_it(tmp_path):
+    def runs(**own):
+        shared = SharedOptions(out=tmp_path, micro_batch=8)
+        options = ParallelOptions(models="llama-tiny", **own)
+        return EXPERIMENT.runs(EXPERIMENT.setting(shared, options))
+
+    with pytest.raises(UsageError, match="--global-batch: expected at least 16"):
+        runs()
+    assert runs(variants="plan-tp,pp-GPipe")
 
 
 def test_bad_options_are_refused(tmp_path):

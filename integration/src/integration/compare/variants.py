@@ -43,6 +43,7 @@ class Variant:
             no pipeline.
         family: family of the models that it is compared on; None: every family that the system
             supports.
+        in_full: whether it runs only if every case does, or if it is named.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Variant:
     degrees: Degrees = field(default_factory=Degrees)
     schedule: str | None = None
     family: str | None = None
+    in_full: bool = False
 
     def make(self) -> System:
         """Returns the system."""
@@ -72,12 +74,13 @@ class Variant:
     @property
     def draws_on_shards(self) -> bool:
         """Whether weights can be drawn on their shards, with one device's numbers."""
-        return self.schedule is None and self.make().accepts_deferred_init
+        return self.make().accepts_deferred_init
 
     @property
     def drops_out(self) -> bool:
         """Whether it supports dropout with one device's masks."""
-        return self.draws_on_shards and self.degrees.cp == 1
+        is_pipeline_of_one = self.system == REFERENCE and self.schedule is not None
+        return is_pipeline_of_one or (self.draws_on_shards and self.degrees.cp == 1)
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -109,6 +112,14 @@ def _titan(name: str, ranks: int, family: str | None = None, **degrees: Any) -> 
     return Variant(name, "torchtitan-style", ranks, options, family=family)
 
 
+def _pipeline(
+    schedule: str, name: str, family: str | None = None, *, in_full: bool = True, **degrees: Any
+) -> Variant:
+    return Variant(
+        f"pp-{schedule}-plan-{name}", "plan", 4, Degrees(**degrees), schedule, family, in_full
+    )
+
+
 _FSDP_EP = _experts("plan-fsdp-ep", 2, dp_shard=2, ep=2)
 _TITAN_FSDP = Variant("titan-fsdp", "torchtitan-style", 2, Degrees(dp_shard=2))
 _TITAN_TP_SP = _titan("titan-tp-sp", 2)
@@ -134,16 +145,33 @@ PRODUCTS: tuple[Variant, ...] = (
     _context("plan-cp-all-gather", 2, cp_method="all-gather"),
     _context("plan-cp-ulysses", 2, cp_method="ulysses"),
     _context("plan-dp-cp-ring", 4, dp_replicate=2),
+    _context("plan-fsdp-cp-ring", 4, dp_shard=2),
     _context("plan-cp-tp-sp", 4, tp=2, sp=True),
     _experts("plan-ep", 2, dp_replicate=2, ep=2),
     _experts("plan-ep-static", 2, dp_replicate=2, ep=2, static=True),
     _experts("plan-tp-sp-ep", 2, tp=2, sp=True, ep=2),
     _FSDP_EP,
     _experts("plan-fsdp4-ep2", 4, dp_shard=4, ep=2),
+    _experts("plan-hsdp-ep", 4, dp_replicate=2, dp_shard=2, ep=2),
     _experts("plan-dp-tp-sp-ep", 4, dp_replicate=2, tp=2, sp=True, ep=2),
     _experts("plan-dp-tp-sp-ep-static", 4, dp_replicate=2, tp=2, sp=True, ep=2, static=True),
 )
-# Systems that draw nothing on shards, and pipelines: trained with unsharded init and no dropout.
+# Pipelines that draw one device's masks, and plans within their stages one device's weights too.
+PIPELINES: tuple[Variant, ...] = (
+    Variant("pp-1F1B", REFERENCE, schedule="1F1B"),
+    _pipeline("1F1B", "dp", dp_replicate=2),
+    _pipeline("1F1B", "fsdp", dp_shard=2, in_full=False),
+    _pipeline("Interleaved1F1B", "fsdp-static", dp_shard=2, static=True),
+    _pipeline("1F1B", "zero3", dp_shard=2, zero3=True),
+    _pipeline("1F1B", "tp-sp", tp=2, sp=True),
+    _pipeline("ZBVZeroBubble", "tp-sp-static", tp=2, sp=True, static=True, in_full=False),
+    _pipeline("1F1B", "tp-sp-loss", tp=2, sp=True, loss_parallel=True),
+    _pipeline("1F1B", "fsdp-ep", "mixtral", dp_shard=2, ep=2, in_full=False),
+    _pipeline("GPipe", "fsdp-ep-static", "mixtral", dp_shard=2, ep=2, static=True),
+    _pipeline("1F1B", "cp-ring", "llama", cp=2),
+)
+# Systems that draw nothing on shards, and pipelines under every schedule: trained with unsharded
+# init and no dropout.
 PLAIN: tuple[Variant, ...] = (
     Variant("ddp", "ddp"),
     Variant("fsdp1", "fsdp1"),
@@ -157,9 +185,6 @@ PLAIN: tuple[Variant, ...] = (
     *(Variant(f"pp-{schedule}", "single", schedule=schedule) for schedule in SCHEDULES),
     Variant("pp-1F1B-ddp", "ddp", 4, schedule="1F1B"),
     Variant("pp-1F1B-fsdp", "fsdp", 4, schedule="1F1B", family="llama"),
-    Variant(
-        "pp-1F1B-plan-tp-sp", "plan", 4, Degrees(tp=2, sp=True), schedule="1F1B", family="llama"
-    ),
 )
 # The systems whose curves, step times and memory are compared: on 2 ranks, one per core.
 SYSTEMS: tuple[Variant, ...] = (
@@ -179,7 +204,7 @@ SYSTEMS: tuple[Variant, ...] = (
 # Variants on more ranks than small machines have cores: they run if they are named only.
 LARGE: tuple[Variant, ...] = (_plan("plan-hsdp-tp", 8, dp_replicate=2, dp_shard=2, tp=2),)
 _ALL: dict[str, Variant] = {
-    variant.name: variant for variant in (*SYSTEMS, *NATIVE, *PRODUCTS, *PLAIN, *LARGE)
+    variant.name: variant for variant in (*SYSTEMS, *NATIVE, *PRODUCTS, *PIPELINES, *PLAIN, *LARGE)
 }
 VARIANT_NAMES: tuple[str, ...] = tuple(_ALL)
 

@@ -4,5 +4,6 @@
 their proofs, and `observation` trains with the options of a run and reports what each rank did.
 `pairwise` selects the runs, in which every accepted pair of options occurs, and
 ``python -m integration.option_table`` writes the page docs/support/options.md.
-`composition` writes docs/support/composition.md, with the differences of a comparison.
+`composition` writes docs/support/composition.md: `products` of parallelism, the `policies` with
+which they are trained, and the differences in `comparison_record`.
 """

@@ -1,9 +1,11 @@
 """``python -m integration.option_table.composition``: writes docs/support/composition.md.
 
 The page has every product of parallelism that the comparison trains, in each case of random
-numbers, and whether any two kinds of parallelism are compared, run in a test, or are refused. It is
-made from the runs of the comparison, from the option table, and from the largest differences in
-docs/support/composition.json, which the results of a comparison replace if they are an argument:
+numbers; which products are trained in which mode and with which policies; and whether any two kinds
+of parallelism are compared, run in a test, or are refused. It is made from the runs of the
+comparison, of a test and of the option table, and from the largest differences in
+docs/support/composition.json. The results of a comparison, even of a part of its runs, replace
+what that has of the same runs, if they are an argument:
 ``python -m integration.option_table.composition integration-results/results.json``.
 """
 
@@ -12,17 +14,25 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any
 
-from integration.compare.experiment import SharedOptions
-from integration.compare.experiments.parallelism import EXPERIMENT, ParallelCase, ParallelOptions
+from integration.compare.experiments.parallelism import EXPERIMENT, ParallelCase
 from integration.compare.run import Run
-from integration.compare.variants import LARGE, Variant, get_variant
+from integration.compare.variants import LARGE, get_variant
 from integration.errors import UsageError
 from integration.models import model_shape
+from integration.option_table.comparison_record import ComparisonRecord, Measurements
+from integration.option_table.policies import POLICIES, TEST_FILE, cells_of
+from integration.option_table.products import (
+    NATIVE,
+    compared_runs,
+    mode_of,
+    product_of,
+    products,
+)
 from integration.option_table.trainer.choices import BASE, covering_runs, ranks_of, run_options
 from integration.report.formatting import ABSENT, scientific
 from integration.report.markdown import render_table
@@ -32,22 +42,16 @@ from integration.train.validation import validate
 
 _SUPPORT = Path("docs/support")
 
-# Peers, whose products say nothing about this repository's packages.
-_NATIVE = ("fsdp1", "fsdp2", "dtensor-tp", "torchtitan-style")
-
 _INTRODUCTION = """# Composition
 
 Which products of parallelism are trained and compared with one device, with weights that are drawn
-on shards, with dropout, in Eager and in static mode; and which two kinds of parallelism can be
-combined. [Options](options.md) has the same for all other options.
+on shards, with dropout, in Eager and in static mode; which policies of training each has; and which
+two kinds of parallelism can be combined. [Options](options.md) has the same for all other options.
 
 This page is written by `python -m integration.option_table.composition`, from the variants that
-`nox -s integration` trains (`integration/src/integration/compare/variants.py`) and the runs of
-`integration/tests/test_option_table.py`. The differences are of one comparison:
-
-- command: `{command}`, 6 steps a run
-- machine: {cores} cores of an {cpu}, torch {torch}, gloo
-- date and commit: {date}, {commit}
+`nox -s integration` trains (`integration/src/integration/compare/variants.py`), the runs of
+`integration/tests/test_option_table.py` and those of
+`{test_file}`.
 """
 
 _PAIRS = """## Two kinds together
@@ -62,58 +66,36 @@ Only runs of this repository's packages count, and of pipelines. DP with FSDP is
 is that by phases of a plan, `--zero3`; loss is `--loss-parallel`.
 """
 
-_PRODUCTS = """## Products
+_POLICIES = """## Products, modes and policies
+
+- **equal**: a run of the comparison has both, and one device's losses
+- **tests**: `{test_file}` (nightly) trains both, with the
+  losses of one device; with recomputation the losses are those without it bit for bit; of
+  checkpoints the product loads one device's, and one device the product's
+- **runs**: a run of the option table has both, and every rank proves that they are in effect
+- **no**: the trainer refuses both with the error of this number, before a process starts
+- **untested**: the trainer accepts both, and no test has them
+
+Products are of two ranks an axis, of LLaMA, and with EP of Mixtral. Sharded init is
+`--init sharded`, dropout is `--dropout 0.1 --random dist-rng`, recomputation is
+`--activation-checkpointing full`, accumulation is more than one microbatch a step outside of a
+pipeline, clipping is `--clip-grad-norm`, compile is `--compile aot_eager`.
+"""
+
+_PRODUCTS = """## Losses
 
 The largest difference of a loss from one device's: of LLaMA and Mixtral in nats per token, of the
 DiT in squared error per pixel. "full": not in the default comparison, but in
 `nox -s integration -- full`. {absent}: not supported, or not compared: context parallelism has no
-dropout, and systems without deferred init, and pipelines, are compared with unsharded init and
-without dropout. A name is a value of `--systems` of the comparison. {large} needs 8 ranks and is
-trained if it is named; `integration/tests/test_products.py` (nightly) trains more products, of
-three axes on 8 ranks, with the elements of each parameter counted.
+dropout; pipelines of plans are compared with both sharded init and dropout, a pipeline of one
+device's stages (`single`) with dropout; and systems without deferred init, and pipelines under
+every schedule, with neither. A name is a value of `--systems` of the comparison, and of
+`--parallelism.variants`. {large} needs 8 ranks and is trained if it is named;
+`integration/tests/test_products.py` (nightly) trains more products, of three axes on 8 ranks, with
+the elements of each parameter counted.
+
+The last column is the commit of the measurement:
 """
-
-
-@dataclass(frozen=True)
-class Measurements:
-    """The largest differences of one comparison.
-
-    Attributes:
-        command: the command that measured them.
-        date: when, as year, month and day.
-        commit: the commit, abbreviated.
-        torch: version of torch.
-        cpu: name of the processor.
-        cores: number of its cores.
-        differences: largest absolute difference of a loss from one device's by name of the run.
-    """
-
-    command: str
-    date: str
-    commit: str
-    torch: str
-    cpu: str
-    cores: int
-    differences: Mapping[str, float]
-
-    @classmethod
-    def of_results(cls, results: Mapping[str, Any]) -> Measurements:
-        """Returns those of a comparison's results.json, runs without a verdict left out."""
-        facts = results["environment"]
-        differences = {
-            run["name"]: run["deviation"]["maximum"]
-            for run in results["experiments"][EXPERIMENT.name]["runs"]
-            if run["judged"] and run["deviation"] is not None
-        }
-        return cls(
-            facts["command"],
-            facts["date"].split()[0],
-            facts["git_commit"][:7],
-            facts["torch"],
-            facts["cpu"],
-            facts["cores"],
-            differences,
-        )
 
 
 @dataclass(frozen=True)
@@ -161,17 +143,20 @@ KINDS: tuple[ParallelKind, ...] = (
 )
 
 
-def page(measured: Measurements) -> str:
+def page(measured: ComparisonRecord) -> str:
     """Returns the page, as Markdown."""
-    facts = asdict(measured)
     large = ", ".join(f"{product_of(variant)} (`{variant.name}`)" for variant in LARGE)
+    measured = measured.restricted_to({run.job.name for run in compared_runs(EXPERIMENT.full)})
     return (
         "\n\n".join(
             [
-                _INTRODUCTION.format(**facts).strip(),
+                _INTRODUCTION.format(test_file=TEST_FILE).strip(),
                 _PAIRS.format(absent=ABSENT).strip(),
                 *_pairs(),
+                _POLICIES.format(test_file=TEST_FILE).strip(),
+                *_policies(),
                 _PRODUCTS.format(absent=ABSENT, large=large).strip(),
+                _commands(measured),
                 *_products(measured),
             ]
         )
@@ -179,50 +164,56 @@ def page(measured: Measurements) -> str:
     )
 
 
-def product_of(variant: Variant) -> str:
-    """Returns the kinds of parallelism of a variant, such as "FSDP x TP x SP"."""
-    degrees = variant.degrees
-    systems = {"ddp": "DP", "fsdp": "FSDP", "fsdp1": "FSDP", "fsdp2": "FSDP", "dtensor-tp": "TP"}
-    names = [systems[variant.system]] if variant.system in systems else []
-    if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
-        names.append("HSDP")
-    elif degrees.dp_shard > 1:
-        names.append("ZeRO-3 by phases" if degrees.zero3 else "FSDP")
-    elif degrees.dp_replicate > 1:
-        names.append("DP")
-    names += [f"CP ({degrees.cp_method})"] * (degrees.cp > 1) + ["TP"] * (degrees.tp > 1)
-    names += ["SP"] * degrees.sp + ["loss parallel"] * degrees.loss_parallel
-    names += ["EP"] * (degrees.ep > 1)
-    return " x ".join([f"PP ({variant.schedule})"] * (variant.schedule is not None) + names)
+def _commands(measured: ComparisonRecord) -> str:
+    """Returns the table of the comparisons that measured the losses."""
+    rows = tuple(
+        (part.commit, part.date, str(len(part.differences)), f"`{part.command}`",
+         f"{part.cores} cores of an {part.cpu}, torch {part.torch}")
+        for part in measured.parts
+    )  # fmt: skip
+    columns = map(Column, ("commit", "date", "runs", "command", "machine"))
+    return render_table(Table(tuple(columns), rows))
 
 
-def mode_of(variant: Variant) -> str:
-    """Returns the trainer's system of a variant, and plan-api's mode."""
-    mode = ", static" if variant.degrees.static else ", Eager"
-    return f"`{variant.system}`{mode if variant.system == 'plan' else ''}"
+def _policies() -> Iterator[str]:
+    """Yields the table of products and policies, and the errors of those that are refused."""
+    refusals: dict[str, int] = {}
+    rows = []
+    for product in products():
+        cells = [
+            cell
+            if isinstance(cell, str)
+            else f"no ({refusals.setdefault(str(cell), len(refusals) + 1)})"
+            for cell in cells_of(product)
+        ]
+        rows.append((product.name, f"`{product.variant.system}`", *cells))
+    names = ("product", "system", *(policy.name for policy in POLICIES))
+    yield render_table(Table(tuple(map(Column, names)), tuple(rows)))
+    texts = tuple((str(number), error) for error, number in refusals.items())
+    yield render_table(Table((Column("number"), Column("error")), texts))
 
 
-def _runs(own: ParallelOptions) -> list[Run]:
-    runs = EXPERIMENT.runs(EXPERIMENT.setting(SharedOptions(), own))
-    return [run for run in runs if run.reference is not None and run.judged]
-
-
-def _products(measured: Measurements) -> Iterator[str]:
+def _products(measured: ComparisonRecord) -> Iterator[str]:
     """Yields a heading and a table for each model."""
-    quick = {run.job.name for run in _runs(EXPERIMENT.quick)}
-    for model, of_model in groupby(_runs(EXPERIMENT.full), key=lambda run: run.job.model):
+    quick = {run.job.name for run in compared_runs(EXPERIMENT.quick)}
+    for model, of_model in groupby(compared_runs(EXPERIMENT.full), key=lambda run: run.job.model):
+        of_variant: dict[str, list[Run]] = {}
+        for run in of_model:
+            of_variant.setdefault(run.job.system, []).append(run)
         rows = []
-        for name, of_variant in groupby(of_model, key=lambda run: run.job.system):
+        for name, runs in of_variant.items():
             variant = get_variant(name)
-            cases = {run.labels["case"]: run.job.name for run in of_variant}
+            cases = {run.labels["case"]: run.job.name for run in runs}
+            parts = [measured.part_of(job) for job in cases.values()]
+            commits = dict.fromkeys(part.commit for part in parts if part is not None)
             cells = (_difference(cases.get(case), quick, measured) for case in ParallelCase)
-            row = (product_of(variant), f"`{name}`", mode_of(variant), str(variant.ranks), *cells)
-            rows.append(row)
-        headings = ("product", "name", "system")
+            row = (product_of(variant), f"`{name}`", mode_of(variant), str(variant.ranks))
+            rows.append((*row, *cells, ", ".join(commits)))
         columns = (
-            *map(Column, headings),
+            *map(Column, ("product", "name", "system")),
             Column("ranks", is_number=True),
             *(Column(_heading(case), is_number=True) for case in ParallelCase),
+            Column("measured"),
         )
         yield f"### {model}"
         yield (
@@ -237,17 +228,18 @@ def _heading(case: ParallelCase) -> str:
     return names.get(case, str(case))
 
 
-def _difference(name: str | None, quick: set[str], measured: Measurements) -> str:
+def _difference(name: str | None, quick: set[str], measured: ComparisonRecord) -> str:
     if name is None:
         return ABSENT
-    if name in measured.differences:
-        return scientific(measured.differences[name])
+    part = measured.part_of(name)
+    if part is not None:
+        return scientific(part.differences[name])
     return "not measured yet" if name in quick else "full"
 
 
 def _pairs() -> Iterator[str]:
     """Yields the table of two kinds together, and the errors of those that are refused."""
-    compared = [vars(run.job.config) for run in _runs(EXPERIMENT.full)]
+    compared = [vars(run.job.config) for run in compared_runs(EXPERIMENT.full)]
     trained = [run_options(run) for run in covering_runs()]
     found: dict[frozenset[str], str] = {}
     refusals: dict[str, list[str]] = {}
@@ -278,7 +270,7 @@ def _together(
 ) -> str | UsageError:
     def has_both(runs: Iterable[Mapping[str, Any]]) -> bool:
         return any(
-            run["system"] not in _NATIVE and all(kind.is_in(run) for kind in two) for run in runs
+            run["system"] not in NATIVE and all(kind.is_in(run) for kind in two) for run in runs
         )
 
     options = {**BASE, "system": "plan", **two[0].options, **two[1].options}
@@ -296,16 +288,18 @@ def _together(
     return "untested"
 
 
-def load() -> Measurements:
+def load() -> ComparisonRecord:
     """Returns the committed measurements."""
-    return Measurements(**json.loads((_SUPPORT / "composition.json").read_text()))
+    return ComparisonRecord.of_json(json.loads((_SUPPORT / "composition.json").read_text()))
 
 
 def main(arguments: Sequence[str]) -> None:
     """Writes the page, after the measurements if a results.json is given."""
     for path in arguments:
         measured = Measurements.of_results(json.loads(Path(path).read_text()))
-        text = json.dumps(asdict(measured), indent=1) + "\n"
+        known = {run.job.name for run in compared_runs(EXPERIMENT.full)}
+        record = load().updated(measured).restricted_to(known)
+        text = json.dumps(record.as_json(), indent=1) + "\n"
         (_SUPPORT / "composition.json").write_text(text)
     (_SUPPORT / "composition.md").write_text(page(load()))
 

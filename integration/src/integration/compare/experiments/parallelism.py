@@ -22,6 +22,7 @@ from integration.compare.run import Run
 from integration.compare.variants import (
     DROPOUT,
     NATIVE,
+    PIPELINES,
     PLAIN,
     PRODUCTS,
     REFERENCE,
@@ -30,6 +31,7 @@ from integration.compare.variants import (
     get_variant,
     names_in,
 )
+from integration.errors import UsageError
 from integration.models import model_shape
 from integration.report.difference_axes import draw_tolerance
 from integration.report.figures import new_figure, style_axes
@@ -39,6 +41,8 @@ from integration.report.section import Cell, Column, Figure, Paragraph, Section,
 
 # Where differences of zero are drawn.
 FLOOR = 1e-9
+# Microbatches of a pipeline that draws one device's masks: the fewest that two stages can run.
+_PP_MICROBATCHES = 2
 
 
 class ParallelCase(StrEnum):
@@ -77,8 +81,10 @@ class ParallelOptions:
     steps: int = 6
     """Optimizer steps of each run of that comparison."""
     every_case: bool = False
-    """On more than 2 ranks, compare random weights and dropout separately too; by default they are
-    compared together only."""
+    """Compare every pipeline of plans, and on more than 2 ranks random weights and dropout
+    separately too; by default a few pipelines, and both together only."""
+    variants: str | None = None
+    """Variants to compare, by name, separated by commas; by default all."""
 
 
 def _runs(setting: Setting[ParallelOptions]) -> tuple[Run, ...]:
@@ -86,8 +92,34 @@ def _runs(setting: Setting[ParallelOptions]) -> tuple[Run, ...]:
     models = names_in(setting.own.models)
     for model in models:
         model_shape(model)
-    parts = (_references, _native, _products)
-    return tuple(run for part in parts for model in models for run in part(setting, model))
+    parts = (_native, _products)
+    compared = [run for part in parts for model in models for run in part(setting, model)]
+    missing = _names(setting) - {run.job.system for run in compared}
+    if missing:
+        raise UsageError(
+            f"{setting.option('variants')}: expected variants of parallelism of"
+            f" {setting.own.models}, got {', '.join(sorted(missing))}; leave these out, or give"
+            f" other {setting.option('models')}"
+        )
+    used = {run.reference for run in compared}
+    every = (run for model in models for run in _references(setting, model))
+    return (*(run for run in every if run.job.name in used), *compared)
+
+
+def _names(setting: Setting[ParallelOptions]) -> set[str]:
+    """Returns the names of the variants to compare; empty: all."""
+    return {get_variant(name).name for name in names_in(setting.own.variants or "")}
+
+
+def _selected(
+    setting: Setting[ParallelOptions], model: str, variants: Sequence[Variant]
+) -> Iterator[Variant]:
+    """Yields those of ``variants`` that are compared on a model."""
+    names, shape = _names(setting), model_shape(model)
+    for variant in variants:
+        by_default = setting.own.every_case or not variant.in_full
+        if variant.takes(shape) and (variant.name in names if names else by_default):
+            yield variant
 
 
 def _references(setting: Setting[ParallelOptions], model: str) -> Iterator[Run]:
@@ -100,7 +132,7 @@ def _references(setting: Setting[ParallelOptions], model: str) -> Iterator[Run]:
 
 def _native(setting: Setting[ParallelOptions], model: str) -> Iterator[Run]:
     shape = model_shape(model)
-    for variant in (each for each in NATIVE if each.takes(shape)):
+    for variant in _selected(setting, model, NATIVE):
         for case in _RANDOM:
             if case.draws_weights and not shape.can_reinitialize:
                 continue
@@ -110,14 +142,13 @@ def _native(setting: Setting[ParallelOptions], model: str) -> Iterator[Run]:
 
 
 def _products(setting: Setting[ParallelOptions], model: str) -> Iterator[Run]:
-    shape = model_shape(model)
-    for variant in (each for each in PRODUCTS if each.takes(shape)):
+    for variant in _selected(setting, model, (*PRODUCTS, *PIPELINES)):
         for case in _cases(variant, every_case=setting.own.every_case):
             init = "sharded" if case.draws_weights else "whole"
             reference = f"{model}-{case}-{REFERENCE}"
             yield _run(setting, model, case, variant, init, reference, Source.DIST_RNG)
     reference = f"{model}-{ParallelCase.NEITHER}-{REFERENCE}"
-    for variant in (each for each in PLAIN if each.takes(shape)):
+    for variant in _selected(setting, model, PLAIN):
         yield _run(
             setting, model, ParallelCase.NEITHER, variant, "whole", reference, Source.DIST_RNG
         )
@@ -126,7 +157,10 @@ def _products(setting: Setting[ParallelOptions], model: str) -> Iterator[Run]:
 def _cases(variant: Variant, *, every_case: bool) -> tuple[ParallelCase, ...]:
     if not variant.drops_out:
         return (ParallelCase.INIT,)
-    return _RANDOM if every_case or variant.ranks <= 2 else (ParallelCase.BOTH,)
+    if not variant.draws_on_shards:
+        return (ParallelCase.DROPOUT,)
+    separately = variant.schedule is None and (every_case or variant.ranks <= 2)
+    return _RANDOM if separately else (ParallelCase.BOTH,)
 
 
 def _run(
@@ -142,7 +176,7 @@ def _run(
     choices = variant.choices | {
         "model": model,
         "steps": setting.own.steps,
-        "micro_batch": micro_batch(setting, variant),
+        **batches(setting, variant, case),
         "init": init,
         "dropout": DROPOUT if case.drops_out else 0.0,
         # A run without random numbers needs no source.
@@ -167,16 +201,29 @@ def _run(
     )
 
 
-def micro_batch(setting: Setting[ParallelOptions], variant: Variant) -> int:
-    """Returns the samples of a rank's microbatch.
+def batches(
+    setting: Setting[ParallelOptions], variant: Variant, case: ParallelCase
+) -> dict[str, int]:
+    """Returns the samples of a rank's microbatch, and into how many parts a pipeline splits them.
 
-    Under a plan the microbatches of all data parallel ranks together have the size of one device's
-    microbatch, so that dropout draws the same masks.
+    Under a plan the microbatches of all data parallel ranks together, or such a part of them, have
+    the size of one device's microbatch, so that dropout draws the same masks.
+
+    Raises:
+        UsageError: the global batch has too few of one device's microbatches for a pipeline.
     """
     samples = setting.shared.micro_batch
-    if variant.make().shards_batches:
-        return max(1, samples // variant.data_parallel_degree)
-    return samples
+    degree = variant.data_parallel_degree if variant.make().shards_batches else 1
+    if variant.schedule is None or case is ParallelCase.NEITHER:
+        return {"micro_batch": max(1, samples // degree)}
+    least = _PP_MICROBATCHES * max(samples, degree)
+    if setting.shared.global_batch < least:
+        raise UsageError(
+            f"--global-batch: expected at least {least}, as pipelines run {_PP_MICROBATCHES}"
+            f" microbatches of --micro-batch {samples} at once, got {setting.shared.global_batch};"
+            f" give more, or name other {setting.option('variants')} than {variant.name}"
+        )
+    return {"micro_batch": least // degree, "pp_microbatches": _PP_MICROBATCHES}
 
 
 def _report(setting: Setting[ParallelOptions], results: Sequence[Result]) -> Findings:
@@ -386,8 +433,8 @@ def _subject(results: Sequence[Result]) -> str:
     return (
         f"{listed(list(by_model(results)))} were trained with every kind of parallelism that"
         " plan-api supports, and their products: with weights that ranks draw on their shards, with"
-        " dropout, and with both. Systems that draw nothing on shards, and pipelines, were trained"
-        f" with neither. Each run is compared with one device.{clause}"
+        " dropout, and with both. Systems that draw nothing on shards, and pipelines of them, were"
+        f" trained with neither. Each run is compared with one device.{clause}"
     )
 
 
@@ -395,8 +442,8 @@ _NOTE = (
     "Each case has the largest and the mean difference of the loss from one device's, in nats per"
     " token, for a DiT in squared error per pixel. Local microbatches: number of microbatches of a"
     f" step on a rank {TIMES} samples of each. Under a plan the microbatches of all data parallel"
-    " ranks together have the size of one device's, so that dropout masks are comparable. Step"
-    " times are not compared here."
+    " ranks together have the size of one device's, so that dropout masks are comparable; with"
+    f" dropout pipelines run {_PP_MICROBATCHES} of them at once. Step times are not compared here."
 )
 
 EXPERIMENT = Experiment(
