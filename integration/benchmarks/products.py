@@ -2,12 +2,14 @@
 
 Each run is in fresh processes: processor time, collectives, bytes and memory of a rank's step, the
 mean over ranks (of memory and first steps the maximum). Products are predicted from runs of their
-single kinds on 2 ranks. ``--wall`` measures the wall time of runs on 2 ranks instead, in turns.
+single kinds on 2 ranks, two of which run at the same time where the product has 4 ranks or
+more. ``--wall`` measures the wall time of runs on 2 ranks instead, in turns.
 """
 
 import argparse
 import json
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,10 @@ from product_rank import RankRun
 
 from integration.models import build_model_on_meta, model_shape
 
+# Single kinds are measured in copies on as many processes as a product, and at most on these: more
+# than the cores, so that ranks disturb each other as those of a product do.
+_PROCESSES = 4
+
 
 class Runs:
     """The runs of one model, each made once.
@@ -39,30 +45,38 @@ class Runs:
 
     def __init__(self, model: str, steps: int) -> None:
         self._model, self._steps = model, steps
-        self._made: dict[str, list[RankRun]] = {}
+        self._made: dict[tuple[Case, int], list[RankRun]] = {}
         shape = model_shape(model)
         self._layers = len(shape.layers_of(build_model_on_meta(shape)))
 
-    def ranks(self, case: Case) -> list[RankRun]:
-        """Returns the measurements of a run's ranks."""
-        if case.name not in self._made:
-            self._made[case.name] = run(case, self._model, steps=self._steps)
-            print(json.dumps(self.row(case)), flush=True)
-        return self._made[case.name]
+    def ranks(self, case: Case, processes: int = 1) -> list[RankRun]:
+        """Returns the measurements of a run's ranks.
 
-    def cost(self, case: Case) -> Cost:
+        Args:
+            case: how to train.
+            processes: copies of the run are made at the same time up to this number of processes.
+        """
+        copies = max(1, processes // case.ranks)
+        if (case, copies) not in self._made:
+            made = run(case, self._model, steps=self._steps, copies=copies)
+            self._made[case, copies] = made
+            print(json.dumps(self.row(case, processes)), flush=True)
+        return self._made[case, copies]
+
+    def cost(self, case: Case, processes: int = 1) -> Cost:
         """Returns the mean over ranks."""
-        return cost_of(self.ranks(case))
+        return cost_of(self.ranks(case, processes))
 
-    def row(self, case: Case) -> dict[str, Any]:
+    def row(self, case: Case, processes: int = 1) -> dict[str, Any]:
         """Returns the row of a run."""
-        ranks = self.ranks(case)
+        ranks = self.ranks(case, processes)
         cost = cost_of(ranks)
         kinds = dict.fromkeys(kind for rank in ranks for kind in rank.calls)
         calls = {kind: statistics.mean(rank.calls.get(kind, 0) for rank in ranks) for kind in kinds}
         return {
             "case": f"{self._model}: {case.name}",
             "ranks": case.ranks,
+            "copies": len(ranks) // case.ranks,
             "cpu_ms": cost.cpu_ms,
             "wall_ms": statistics.mean(rank.wall_ms for rank in ranks),
             "share": cost.share,
@@ -80,7 +94,7 @@ class Runs:
             return None  # FSDP2 alone reshards, and its stages do not
         kinds, names = kinds_of(product.mode), product.kinds
         pipelined = "PP" in names
-        one = self.cost(ONE)
+        cost = partial(self.cost, processes=min(product.case.ranks, _PROCESSES))
         tp = kinds.accumulated if pipelined else kinds.tp
         fsdp = kinds.gathered_once if pipelined else kinds.fsdp
         assert fsdp is not None
@@ -88,15 +102,15 @@ class Runs:
         if "EP" in names:
             assert kinds.dp is not None
             assert kinds.dp_ep is not None
-            experts = Experts(self.cost(kinds.dp), self.cost(kinds.dp_ep))
+            experts = Experts(cost(kinds.dp), cost(kinds.dp_ep))
         if pipelined:
             assert kinds.pp is not None
-            alone = self.cost(ONE_ACCUMULATED)
-            pipeline = Pipeline(self.cost(kinds.pp), alone, self._layers, MICROBATCHES)
+            alone = cost(ONE_ACCUMULATED)
+            pipeline = Pipeline(cost(kinds.pp), alone, self._layers, MICROBATCHES)
         return predict(
-            one,
-            self.cost(fsdp),
-            tp=self.cost(tp) if tp is not None and "TP" in names else None,
+            cost(ONE),
+            cost(fsdp),
+            tp=cost(tp) if tp is not None and "TP" in names else None,
             experts=experts,
             pipeline=pipeline,
         )
@@ -122,13 +136,9 @@ class Runs:
             product for mode in ("torch", *MODES) for product in products_of(mode, self._model)
         ]
         found = [self.product_row(product) for product in products]
-        done = {row["case"] for row in found}
-        singles = [self._made_row(name) for name in self._made]
-        return found + [row for row in singles if row["case"] not in done]
-
-    def _made_row(self, name: str) -> dict[str, Any]:
-        ranks = self._made[name]
-        return self.row(Case(name, len(ranks)))
+        made = {product.case for product in products}
+        kinds = [(case, copies) for case, copies in self._made if case not in made]
+        return found + [self.row(case, case.ranks * copies) for case, copies in kinds]
 
 
 def wall_rows(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:

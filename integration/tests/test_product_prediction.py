@@ -83,12 +83,12 @@ def test_runs_have_equal_samples_and_options_that_are_valid(model):
 
 
 def test_a_row_of_a_product_has_its_prediction(monkeypatch):
-    def made_up(case, model, *, steps):
+    def made_up(case, model, *, steps, copies):
         calls = {"all_gather": 10, "all_reduce": 2} if case.ranks > 1 else {}
         times = {"cpu_ms": 10.0 * case.ranks, "wall_ms": 5.0, "first_step_s": 1.0}
         nbytes = dict.fromkeys(calls, 1000)
         rank = RankRun(**times, memory=2**20, share=1 / case.ranks, calls=calls, nbytes=nbytes)
-        return [rank] * case.ranks
+        return [rank] * case.ranks * copies
 
     monkeypatch.setattr("products.run", made_up)
     runs = Runs("llama-tiny", steps=1)
