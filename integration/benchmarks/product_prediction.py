@@ -14,7 +14,8 @@ that a rank of the other kinds has.
 - Processor time: TP's, and FSDP's beyond one device's times the share; half of both in a pipeline,
   and the pipeline's own beyond half of one device's.
 - EP is measured beside replicated data parallelism; what it adds is the difference to that run,
-  whose bytes, and time beyond one device's, count times the share.
+  whose bytes, and time beyond one device's, count times the share of parameters that are not
+  experts'. So do FSDP's beside EP, as the experts of a rank are sharded no further.
 """
 
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ def predict(
     share, cpu_ms, calls, nbytes = inner.share, inner.cpu_ms, inner.calls, inner.nbytes
     if experts is not None:
         dp, both = experts.dp, experts.dp_ep
-        share = both.share
+        share = 2 * both.share - 1  # a rank has half of the experts, and all others
         cpu_ms += both.cpu_ms - one.cpu_ms - share * (dp.cpu_ms - one.cpu_ms)
         calls += both.calls - dp.calls
         nbytes += both.nbytes - share * dp.nbytes
