@@ -22,9 +22,11 @@ SP = {"tp": 2, "sp": True}
 PRODUCTS = {
     "FSDP x CP": LLAMA | {"dp_shard": 2, "cp": 2},
     "FSDP x CP, ZeRO-2": LLAMA | {"dp_shard": 2, "cp": 2, "placements": "zero2"},
+    "FSDP x CP, static": LLAMA | {"dp_shard": 2, "cp": 2, "static": True},
     "HSDP x EP": MIXTRAL | {"dp_replicate": 2, "dp_shard": 2, "ep": 2} | DROPOUT,
     "FSDP x EP": MIXTRAL | {"dp_shard": 4, "ep": 2} | DROPOUT,
     "FSDP x CP x TP + SP, loss": LLAMA | {"dp_shard": 2, "cp": 2, "loss_parallel": True} | SP,
+    "FSDP x CP x TP + SP, static": LLAMA | {"dp_shard": 2, "cp": 2, "static": True} | SP,
     "HSDP x CP": LLAMA | {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
     "DP x CP x TP + SP": LLAMA | {"dp_replicate": 2, "cp": 2} | SP,
     "HSDP x TP + SP": LLAMA | {"dp_replicate": 2, "dp_shard": 2} | SP | DROPOUT,

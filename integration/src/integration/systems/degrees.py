@@ -155,11 +155,6 @@ class Degrees:
                 f"--cp-method {self.cp_method}: expected --cp of at least 2, got 1; give --cp as"
                 " well, or leave --cp-method out"
             )
-        if self.static and self.cp > 1:
-            raise UsageError(
-                f"--static: expected --cp 1, as static mode does not support context parallelism,"
-                f" got --cp {self.cp}; leave one out"
-            )
         if self.zero3 and (self.dp_shard == 1 or self.dp_replicate > 1):
             raise UsageError(
                 "--zero3: expected --dp-shard of at least 2 without --dp-replicate, as it shards"

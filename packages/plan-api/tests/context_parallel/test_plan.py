@@ -6,6 +6,8 @@ from torch.distributed.tensor import Shard
 
 from plan_api import Plan, generate_static, lower, parallelize, zoo
 from plan_api.context_parallel.kernels import select_kernel
+from plan_api.context_parallel.local_sequence import sequence_transform, without_sharded_positions
+from plan_api.lowering.ir import OpKind
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models
 
 needs_flattening = pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
@@ -31,7 +33,8 @@ def test_entries_are_printed_saved_and_lowered(cp):
     assert entries == [
         f"sequence('<in:input_ids>', cp={cut}, order='zigzag')",
         f"sequence('<in:labels>', cp={cut}, order='zigzag', shift='shift_labels')",
-        rf"sequence('model\\.rotary_emb.<in:position_ids>', cp={cut}, order='zigzag')",
+        rf"sequence('model\\.rotary_emb.<in:position_ids>', cp={cut}, order='zigzag', "
+        "positions=True)",
         rf"context('model\\.layers\\.\\d+\\.self_attn', cp={two}, method='all-gather', "
         "order='zigzag', heads='config.num_key_value_heads')",
     ]
@@ -70,9 +73,10 @@ def test_a_later_entry_overrides_an_earlier_one(cp):
         (lambda plan: plan.sequence("<in>", "cp", dim=-1), "count dims from the front"),
         (lambda plan: plan.sequence("<out>", "cp", shift="x"), "shift= expected labels"),
         (lambda plan: plan.sequence("<in>", "cp", order="zig"), "order='zig' must be one of"),
+        (lambda plan: plan.sequence("<out>", "cp", positions=True), "positions= expected an input"),
     ],
     ids=["method", "order", "ulysses in zigzag", "two axes", "a tensor", "a parameter", "a dim",
-         "shift of an output", "order of a sequence"],
+         "shift of an output", "order of a sequence", "positions of an output"],
 )  # fmt: skip
 def test_invalid_arguments_are_refused(cp, say, message):
     with pytest.raises(ValueError, match=message):
@@ -118,14 +122,35 @@ def test_tokens_are_sharded_along_cp_before_tp():
         zoo.llama(mesh, cp="cp")
 
 
-def test_static_mode_refuses_context_parallelism(cp):
-    plan = zoo.llama(cp, cp="cp")
-    message = r"self_attn.forward_pre:<attention>:0: context parallelism .*use mode='eager'"
-    with pytest.raises(ValueError, match=message):
-        parallelize(llama(), plan, mode="static")
+def test_static_mode_takes_sequences_that_enter_the_model_and_positions(cp):
     batch = {"input_ids": TOKENS, "labels": TOKENS}
-    with pytest.raises(ValueError, match=message):
-        generate_static(plan, llama(), batch, fake=True)
+    with pytest.raises(ValueError, match=r"<attention>:0: expected a plan without context paral"):
+        generate_static(zoo.llama(cp, cp="cp"), llama(), batch, fake=True)
+    for plan, site in (
+        (zoo.llama(cp, cp="cp").sequence("<out:logits>", "cp"), r"forward:<out>:logits"),
+        (zoo.llama(cp, cp="cp").sequence(r"model\.norm.<in>", "cp"), r"model.norm.*<in>:0"),
+    ):
+        message = rf"{site}: expected a sequence that enters the model, or positions"
+        with pytest.raises(ValueError, match=message):
+            parallelize(llama(), plan, mode="static")
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_positions_of_a_rank_are_those_in_the_whole_sequence(order, rank):
+    """In static mode the model counts the tokens of its rank."""
+    with fake_mesh((2,), ("cp",), rank=rank) as mesh:
+        plan = Plan(mesh).sequence("<in>", "cp", order=order, positions=True)
+        plan.context("", "cp", order=order)
+        (site,) = (
+            site for site in lower(plan, torch.nn.Identity()).sites if "<in>" in str(site.steps)
+        )
+        (step,) = (step for step in site.steps if step.kind is OpKind.ORDER)
+        own = sequence_transform(site, step, mesh)(torch.arange(4)[None] + 10)
+        expected = {"contiguous": [0, 1, 2, 3, 4, 5, 6, 7], "zigzag": [0, 1, 6, 7, 2, 3, 4, 5]}
+        assert own.tolist() == [[10 + one for one in expected[order][4 * rank : 4 * rank + 4]]]
+        (moved,) = (step for step in site.steps if step.kind is OpKind.REDIST)
+        assert not without_sharded_positions(site, moved).moves
 
 
 CALLS = {

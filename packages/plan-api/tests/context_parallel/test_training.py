@@ -81,6 +81,44 @@ def test_llama_trains_as_on_one_device(name, single_device):
             assert never == []
 
 
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "cp 2")) for name in MESHES],
+)
+def test_static_mode_trains_as_eager(name):
+    """The first step is compared with Eager, site by site; losses are equal up to a sum's order."""
+    axes, given, cases = MESHES[name]
+    cases = cases[:1] if name == "cp 2" else cases
+
+    def check():
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        for case in cases:
+            plan = zoo.llama(mesh, cp="cp", **given, **case)
+            losses = []
+            for mode in ("eager", "static"):
+                model = parallelize(llama(), plan, mode=mode)
+                losses.append(models.train(model, loss_of))
+            assert losses[1] == pytest.approx(losses[0], abs=2e-6, rel=0), case
+
+    run_ranks(check, torch.Size(axes.values()).numel(), timeout=300)
+
+
+@pytest.mark.slow
+def test_static_mode_shards_parameters_over_data_and_context_parallel_ranks():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        plan = zoo.llama(mesh, tp=None, dp="dp", cp="cp")
+        for path in (r"model\.layers\.\d+", ""):
+            plan.fully_shard(path, ["dp", "cp"], flat=True)
+        losses = [
+            models.train(parallelize(llama(), plan, mode=mode), loss_of)
+            for mode in ("eager", "static")
+        ]
+        assert losses[1] == pytest.approx(losses[0], abs=2e-6, rel=0)
+
+    run_ranks(check, 4, timeout=300)
+
+
 def test_inputs_and_outputs_are_reordered():
     """With positions and shifted labels as inputs, and logits reordered."""
 

@@ -37,7 +37,7 @@ _HEADS, _SEQUENCE = 1, 2
 
 
 def install_context_parallel(
-    model: nn.Module, sites: Iterable[Site], mesh: DeviceMesh
+    model: nn.Module, sites: Iterable[Site], mesh: DeviceMesh, *, is_static: bool = False
 ) -> Iterator[RemovableHandle]:
     """Installs hooks on modules whose attention is over a sharded sequence.
 
@@ -45,12 +45,15 @@ def install_context_parallel(
         model: its parameters are DTensors.
         sites: the sites of a plan.
         mesh: the plan's mesh.
+        is_static: whether modules run on local tensors.
     """
     for site in sites:
         for step in site.steps:
             if step.kind is OpKind.CONTEXT:
                 at = StepContext(f"attention of {site.path}", step)
-                attention = at.wrap(_ContextParallelAttention(site.path, step, mesh))
+                attention = at.wrap(
+                    _ContextParallelAttention(site.path, step, mesh, is_static=is_static)
+                )
                 calls = InterceptedCalls(_FUSED, {None: attention})
                 functions = (_FUSED, *with_wrapped(nn.functional.scaled_dot_product_attention))
                 interception = FunctionInterception(dict.fromkeys(functions, calls))
@@ -62,11 +65,11 @@ def install_context_parallel(
 
 
 class _ContextParallelAttention:
-    """Replaces `scaled_dot_product_attention` on DTensors."""
+    """Replaces `scaled_dot_product_attention` on DTensors, and on local tensors in static mode."""
 
-    def __init__(self, path: str, step: SiteStep, mesh: DeviceMesh) -> None:
+    def __init__(self, path: str, step: SiteStep, mesh: DeviceMesh, *, is_static: bool) -> None:
         ((axis, move),) = step.moves.items()
-        options = dict(move.options)
+        options, self._is_static = dict(move.options), is_static
         self._path, self._step, self._mesh, self._axis_name = path, step, mesh, axis
         self._axis = axis_names(mesh).index(axis)
         self._order = SequenceSharding(options["order"], mesh.size(self._axis))
@@ -92,15 +95,22 @@ class _ContextParallelAttention:
                 sent.
         """
         self._check_options(attn_mask, dropout_p)
-        query = self._check_placements(query)
-        key, value = self._check_placements(key), self._check_placements(value)
-        self._check_shapes(query, key, value, is_causal)
-        self._check_groups(query, key, enable_gqa)
-        placements, shape = query.placements, query.shape
         call = AttentionCall(
             self._mesh, self._axis, self._order, is_causal, scale, self._path,
             self._backward_context,
         )  # fmt: skip
+        if self._is_static:
+            self._check_shapes(query, key, value, is_causal)
+            self._check_groups(query, key, enable_gqa)
+            length = query.shape[_SEQUENCE] * self._order.ranks
+            self._order.check_length(length, self._path)
+            return self._attention(query, key, value, call).contiguous()
+        query = self._check_placements(query)
+        key, value = self._check_placements(key), self._check_placements(value)
+        self._check_same_placements(query, key, value)
+        self._check_shapes(query, key, value, is_causal)
+        self._check_groups(query.to_local(), key.to_local(), enable_gqa)
+        placements, shape = query.placements, query.shape
         with moving(self._step, placements, placements):
             out = self._attention(query.to_local(), key.to_local(), value.to_local(), call)
         stride = torch.empty(shape, device="meta").stride()
@@ -145,7 +155,9 @@ class _ContextParallelAttention:
         self._order.check_length(tensor.shape[_SEQUENCE], self._path)
         return tensor
 
-    def _check_shapes(self, query: DTensor, key: DTensor, value: DTensor, causal: bool) -> None:
+    def _check_shapes(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+    ) -> None:
         lengths = query.shape[_SEQUENCE], key.shape[_SEQUENCE]
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
             raise ValueError(
@@ -153,19 +165,22 @@ class _ContextParallelAttention:
                 f"many features in queries, got queries of {tuple(query.shape)}, keys of "
                 f"{tuple(key.shape)} and values of {tuple(value.shape)}"
             )
-        if not query.placements == key.placements == value.placements:
-            raise ValueError(
-                f"{self._path}: expected queries, keys and values with the same placements, got "
-                f"{query.placements}, {key.placements}, {value.placements}"
-            )
         if causal and lengths[0] != lengths[1]:
             raise ValueError(
                 f"{self._path}: expected as many queries as keys in causal attention, as in "
                 f"training, got {lengths[0]} queries and {lengths[1]} keys"
             )
 
-    def _check_groups(self, query: DTensor, key: DTensor, enable_gqa: bool) -> None:
-        heads, key_heads = (one.to_local().shape[_HEADS] for one in (query, key))
+    def _check_same_placements(self, query: DTensor, key: DTensor, value: DTensor) -> None:
+        if not query.placements == key.placements == value.placements:
+            raise ValueError(
+                f"{self._path}: expected queries, keys and values with the same placements, got "
+                f"{query.placements}, {key.placements}, {value.placements}"
+            )
+
+    def _check_groups(self, query: torch.Tensor, key: torch.Tensor, enable_gqa: bool) -> None:
+        """Checks the heads of local tensors."""
+        heads, key_heads = (one.shape[_HEADS] for one in (query, key))
         if heads != key_heads and (heads % key_heads or not enable_gqa):
             raise ValueError(
                 f"{self._path}: expected key-value heads that divide the heads, and fewer of them "

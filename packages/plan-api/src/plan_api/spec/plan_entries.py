@@ -400,6 +400,7 @@ class PlanEntries:
         dim: int = 1,
         order: SequenceOrder = "zigzag",
         shift: str | None = None,
+        positions: bool = False,
     ) -> Self:
         """Shards a sequence along an axis, in an order; for an output, restores the order.
 
@@ -416,10 +417,15 @@ class PlanEntries:
             shift: for labels: the argument of the same module that takes them shifted by one token,
                 as the loss of transformers takes ``shift_labels``. They are shifted before they are
                 sharded; the last token has no label (-100).
+            positions: whether the tensor has the positions of tokens, which the model's own code
+                counts from the length of a sequence. In static mode it counts this rank's tokens,
+                and they are moved to where these are in the whole sequence; in Eager nothing
+                differs.
 
         Raises:
             ValueError: the path names no input or output, ``shift`` is given for an output, there
-                is no such order or axis, or ``dim`` is negative.
+                is no such order or axis, or ``dim`` is negative; ``positions`` is given with an
+                output or with ``shift``.
         """
         what = f"sequence({path!r})"
         kind = parse_path(path).kind
@@ -428,7 +434,13 @@ class PlanEntries:
         if shift is not None and kind is PathKind.OUTPUT:
             raise ValueError(f"{what}: shift= expected labels, which are an input, got an output")
         _check_among(order, get_args(SequenceOrder), f"{what}: order")
-        options = {"order": order} if shift is None else {"order": order, "shift": shift}
+        if positions and (kind is PathKind.OUTPUT or shift is not None):
+            raise ValueError(f"{what}: positions= expected an input without shift=, as positions")
+        options: dict[str, Any] = {"order": order}
+        if shift is not None:
+            options["shift"] = shift
+        if positions:
+            options["positions"] = True
         return self._add(EntryKind.SEQUENCE, path, mesh, Shard(dim), options=options)
 
     def under(self, prefix: str) -> Self:

@@ -41,7 +41,7 @@ _OPTIONS = {
         *POLICIES,
     ),
     EntryKind.CONTEXT: ("method", "order", "heads"),
-    EntryKind.SEQUENCE: ("order", "shift"),
+    EntryKind.SEQUENCE: ("order", "shift", "positions"),
 }
 _SHORT = re.compile(r"(?P<kind>[RSP])(?:\((?P<argument>\w+)\))?")
 

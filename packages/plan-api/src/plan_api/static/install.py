@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from plan_api.context_parallel.attention import install_context_parallel
+from plan_api.context_parallel.reorder import install_label_shifts
 from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site, gradient_placements
 from plan_api.lowering.model_names import named_state
 from plan_api.ops.expert_indices import install_expert_indices
@@ -109,6 +111,9 @@ def install_static(
         if site.hook_point is HookPoint.OPERATOR:
             module = model.get_submodule(site.path)
             handles += install_operators(site, module, mesh, types, sizes)
+    # After those of operators, among which attention may be, for its dropout.
+    handles += install_context_parallel(model, sites, mesh, is_static=True)
+    handles += install_label_shifts(model, sites)
     # After the hooks of sites, some of which redistribute unsharded parameters.
     unsharding = install_unsharding(model, lowered)
     unsharded = tuple(unsharding.params.values())

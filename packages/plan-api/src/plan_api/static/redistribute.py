@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
+from plan_api.context_parallel.local_sequence import sequence_transform, without_sharded_positions
 from plan_api.lowering.ir import AxisMove, HookPoint, OpKind, Site, SiteStep
 from plan_api.ops.function_calls import TorchFunction
 from plan_api.runtime import attribution
@@ -96,6 +97,8 @@ def static_transform(
         ValueError: the step does not say the current placement of a tensor, or of its gradient.
     """
     at_root = not site.path
+    if step.kind is OpKind.ORDER:
+        return sequence_transform(site, step, mesh)
     if step.kind is OpKind.ANNOTATE:
         if types is not None:
             return types.annotated(site, step)
@@ -106,6 +109,7 @@ def static_transform(
             else None
         )
     is_input = at_root and site.hook_point is HookPoint.FORWARD_PRE
+    step = without_sharded_positions(site, step)
     transform = StaticRedistribution(step, mesh, site.name, is_input, call_coverage, sizes)
     if types is not None:
         return types.redistributed(site, step, transform)

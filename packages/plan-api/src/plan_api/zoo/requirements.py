@@ -210,7 +210,11 @@ def shard_sequence(
         plan.shard("<in:shift_labels>", [Shard(0)] * len(names_of(dp)), names_of(dp))
     plan.sequence("<in:input_ids>", cp, order=order)
     plan.sequence("<in:labels>", cp, order=order, shift="shift_labels")
-    plan.sequence(positions, cp, order=order)
+    plan.sequence(positions, cp, order=order, positions=True)
+    # What follows for the loss and for gradients, which static mode cannot see.
+    plan.annotate("<op:cross_entropy>", Shard(0), cp)
+    plan.annotate("<out:logits>", Shard(1), cp)
+    plan.annotate(r"(?!.*\.experts\.).*\.grad", Partial(), cp)
     heads = "config.num_key_value_heads"
     plan.context(attention, cp, method=context.method, order=order, heads=heads)
     plan.redistribute("<out:loss>", Partial(), Replicate(), cp)

@@ -26,6 +26,7 @@ from plan_api.static.comparison import StaticError, preserved_state
 from plan_api.static.generation.entries import split_fully_shard
 from plan_api.static.generation.example_step import ExampleStep
 from plan_api.static.local_params import LocalParam
+from plan_api.static.validate import context_parallel_sites
 
 __all__ = ["typecheck"]
 
@@ -70,7 +71,13 @@ def typecheck(
     """
     spmd = _spmd_types()
     step = ExampleStep.checked("typecheck", plan, model, example_inputs, fake, ())
-    if on_dtensors := lower(plan, step.model).eager:
+    lowered = lower(plan, step.model)
+    if sharded := next(context_parallel_sites(lowered), None):
+        raise ValueError(
+            f"typecheck: expected a plan without context parallelism, whose sends have no types in "
+            f"spmd_types, got {sharded}; check the plan without it"
+        )
+    if on_dtensors := lowered.eager:
         raise ValueError(
             f"typecheck: expected modules on local tensors, got {', '.join(on_dtensors)} on "
             f"DTensors, which have placements instead of types; check a plan without eager()"

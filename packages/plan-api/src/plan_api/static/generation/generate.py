@@ -27,7 +27,7 @@ from plan_api.static.generation.entries import (
 from plan_api.static.generation.example_step import ExampleStep
 from plan_api.static.generation.suggestions import suggest_entries
 from plan_api.static.generation.trace import EagerTrace
-from plan_api.static.validate import unsupported_options
+from plan_api.static.validate import context_parallel_sites, unsupported_options
 
 __all__ = ["generate_static"]
 
@@ -93,10 +93,13 @@ def generate_static(
             f"generate_static: communication={communication!r} must be 'planned' or 'as written'"
         )
     step = ExampleStep.checked("generate_static", plan, model, example_inputs, fake, use)
-    problems = [
-        str(unsupported_option)
-        for unsupported_option in unsupported_options(lower(plan, model), plan.mesh)
-    ]
+    lowered = lower(plan, model)
+    problems = [str(problem) for problem in unsupported_options(lowered, plan.mesh)]
+    problems += (
+        f"{site}: expected a plan without context parallelism, whose entries for static mode cannot"
+        f" be generated; write them as zoo.llama(cp=) does, or use mode='eager'"
+        for site in context_parallel_sites(lowered)
+    )
     if problems:
         lines = "\n".join(problems)
         raise ValueError(f"generate_static: static mode does not support this plan:\n{lines}")
