@@ -18,10 +18,14 @@ pytestmark = [
     pytest.mark.ranks,
     # torch says so of every mesh without a CUDA device.
     pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete"),
+    # Its blocks are then of shards, and not those of one device.
+    pytest.mark.filterwarnings("ignore:Adam8bit. the shards of parameter"),
 ]
 
 STEPS = 4
 MIDDLE = STEPS // 2
+# 8 bits and an iteration that orthogonalizes amplify rounding.
+OF_OPTIMIZERS = 5e-5
 # The product that the fast tier trains.
 FAST = "TP x SP"
 EVERY = [
@@ -75,7 +79,8 @@ def test_losses_are_those_of_one_device_with_each_policy(product, one_device, tr
             assert losses == plain, policy.name
         else:
             expected, _ = one_device(policy.one_device(product))
-            assert difference(losses, expected) <= tolerance, policy.name
+            accepted = max(tolerance, OF_OPTIMIZERS if "optimizer" in policy.options else 0)
+            assert difference(losses, expected) <= accepted, policy.name
             assert not policy.alone or difference(expected, alone) > 1e-4, policy.name
 
 
