@@ -62,9 +62,10 @@ def assert_near(losses, expected, model="llama-tiny"):
 )
 def test_two_ranks_train_every_model_as_one_device(schedule, single, run_all, tmp_path):
     options = {"pp_degree": 2, "pp_schedule": schedule, "pp_microbatches": 4}
-    found = run_all(tmp_path, 2, [options | {"model": model} for model in MODELS])
-    for model, losses in zip(MODELS, found, strict=True):
-        assert_near(losses, single(model), model)
+    runs = [options | {"model": model} for model in MODELS]
+    runs += [run | {"system": "plan"} for run in runs]  # of one rank in a stage
+    for run, losses in zip(runs, run_all(tmp_path, 2, runs), strict=True):
+        assert_near(losses, single(run["model"]), run["model"])
 
 
 # What goes on within the stages of 2 x 2 ranks.

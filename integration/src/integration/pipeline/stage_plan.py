@@ -69,7 +69,9 @@ def boundary(tensor: PassedTensor, context: StageContext, first: str) -> list[Pl
     """Returns the placements of a tensor that enters a stage, whose first unit is ``first``."""
     placements: list[Placement] = []
     for axis in context.mesh.mesh_dim_names or ():
-        if axis in ("dp", "ep"):
+        if context.mesh[axis].size() == 1:
+            placements.append(Replicate())
+        elif axis in ("dp", "ep"):
             placements.append(Shard(0))
         elif tensor.is_sequence and (axis == "cp" or _shards_sequence(axis, context, first)):
             placements.append(Shard(1))

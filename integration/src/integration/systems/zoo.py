@@ -35,7 +35,9 @@ def plan_of(
         apart: names of modules that fully_shard is applied to, beside layers and root.
     """
     names = mesh.mesh_dim_names or ()
-    data = [axis for axis in names if axis in ("dp", "ep")]
+    # An axis of one rank, where there is no other, shards nothing: torch would not view a batch of
+    # one sample along it.
+    data = [axis for axis in names if axis in ("dp", "ep") and mesh[axis].size() > 1]
     tp = "tp" if "tp" in names else None
     options: dict[str, Any] = {"tp": tp, "sp": degrees.sp}
     if degrees.loss_parallel:

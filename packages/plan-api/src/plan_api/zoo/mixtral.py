@@ -65,6 +65,8 @@ def mixtral(
         return _expert_parallel(plan, axes, tp)
     if data := [] if axes.summed else names_of(dp):  # only the batch is sharded
         return plan.local(_EXPERTS, [Shard(0)] * len(data), data)
+    if not axes.summed:  # nothing of the experts or their tokens is sharded
+        return plan.local(_EXPERTS, [whole] * len(plan.axes), plan.axes)
     return plan.local(_EXPERTS, [part] * len(axes.summed), axes.summed)
 
 
