@@ -124,6 +124,9 @@ def test_options_that_the_pages_name_exist(folder):
     known = {field for options in of for field in options.__dataclass_fields__}
     words = [word for word in CompareOptions().command_line() if word.startswith("--")]
     known |= {word[2:].replace(".no-", ".").replace("-", "_") for word in words}
+    options = CompareOptions()  # of options that are None the command line has nothing
+    for one in options.selected():
+        known |= {f"{one.option_prefix}.{name}" for name in vars(options.options_of(one))}
     # Of parsers, of torch, of torchrun and of pip.
     beside = {"help", "config", "prefix", "nproc-per-node", "no-deps", "rdzv-id", "max-restarts"}
     for option in set(re.findall(r"--([a-z][\w.-]*\w)", "\n".join(LINES))) - beside:

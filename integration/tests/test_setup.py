@@ -125,7 +125,6 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             "ulysses: expected --cp 4 x --tp 2 to divide num_key_value_heads = 4, got 8; .* is 1, 2"
             " or 4, or",
         ),
-        ({"system": "plan", "cp": 2, "static": True}, 2, "--static: expected --cp 1"),
         ({"system": "plan", "cp": 2, "model": "dit-tiny"}, 2, "--cp: expected a llama"),
         ({"system": "plan", "zero3": True}, 1, "--zero3: expected --dp-shard of at least 2"),
         (

@@ -27,6 +27,10 @@ _NAMES = (
     *("pp-GPipe", "pp-1F1B", "pp-Interleaved1F1B"),
     *("pp-InterleavedZeroBubble", "pp-ZBVZeroBubble", "pp-DualPipeV"),
     *("pp-1F1B-ddp", "pp-1F1B-fsdp", "pp-1F1B-plan-tp-sp", "plan-fsdp-tp-sp-static"),
+    *("plan-fsdp-cp-ring", "plan-hsdp-ep", "pp-1F1B-plan-dp", "pp-1F1B-plan-fsdp"),
+    *("pp-Interleaved1F1B-plan-fsdp-static", "pp-1F1B-plan-zero3", "pp-1F1B-plan-cp-ring"),
+    *("pp-ZBVZeroBubble-plan-tp-sp-static", "pp-1F1B-plan-tp-sp-loss", "pp-1F1B-plan-fsdp-ep"),
+    "pp-GPipe-plan-fsdp-ep-static",
 )
 
 

@@ -95,6 +95,7 @@ def plan_of(options: Mapping[str, Any], mesh: DeviceMesh) -> Plan:
         plan.context("attention", "tp", method=method, order=order)
         # Experts to which tokens are sent have those of all ranks along tp.
         plan.annotate(_BUT_EXPERTS if dispatched else _ALL, _PARTIAL, "tp")
+        plan.annotate("<out>", Shard(1), "tp")
     if "dp" in mesh.mesh_dim_names:  # type: ignore[operator]
         _shard_batch(plan, options)
     if options.get("tp") == "weights":
@@ -113,6 +114,8 @@ def plan_of(options: Mapping[str, Any], mesh: DeviceMesh) -> Plan:
         if "dp" in plan.axes:
             along = ["dp", "tp"] if options.get("tp") == "batch" else ["dp"]
             plan.annotate("mlp.<in>", [_ROWS] * len(along), along)
+        if options.get("tp") == "sequence":
+            plan.annotate("mlp.<in>", Shard(1), "tp")
     return plan
 
 
