@@ -63,11 +63,8 @@ def mixtral(
     plan.annotate(rf"{_EXPERTS}\..*\.grad", [part] * len(axes.replicated), axes.replicated)
     if axes.sharded:
         return _expert_parallel(plan, axes, tp)
-    if data := [] if axes.summed else names_of(dp):  # only the batch is sharded
-        return plan.local(_EXPERTS, [Shard(0)] * len(data), data)
-    if not axes.summed:  # nothing of the experts or their tokens is sharded
-        return plan.local(_EXPERTS, [whole] * len(plan.axes), plan.axes)
-    return plan.local(_EXPERTS, [part] * len(axes.summed), axes.summed)
+    on = axes.summed or names_of(dp) or plan.axes  # without the first only batches are sharded
+    return plan.local(_EXPERTS, [part if axes.summed else Shard(0) if dp else whole] * len(on), on)
 
 
 def _expert_parallel(plan: Plan, axes: ExpertAxes, tp: str | None) -> Plan:
