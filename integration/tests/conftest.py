@@ -1,6 +1,8 @@
 """Trainers and commands on real ranks, for the tests of what a run can be told."""
 
+import contextlib
 import os
+import random
 import socket
 from pathlib import Path
 
@@ -29,13 +31,23 @@ def hosts():
         yield made
 
 
+def _port():
+    """Returns a port that is free, and that the kernel gives to no process which asks for any.
+
+    Tests of other projects, which run beside these, ask for such ports.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 @pytest.fixture(scope="session")
 def start_on_ranks():
     """Starts ``python ARGUMENTS`` on ranks that join by the environment; returns the processes."""
 
     def start_on_ranks(ranks, *arguments):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        port = _port()
         shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         return [
             start_python(*arguments, environment=os.environ | shared | {"RANK": str(rank)})
