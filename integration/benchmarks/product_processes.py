@@ -1,16 +1,16 @@
 """Starts the ranks of runs, in fresh processes that have imported everything."""
 
 import os
-import socket
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
 from multiprocessing import get_context
 
 from product_cases import Case
 from product_prediction import Cost
 from product_rank import RankRun, train
+
+from testkit import free_port
 
 _IMPORTED = (
     "product_rank",
@@ -40,7 +40,7 @@ def run(case: Case, model: str, *, steps: int, copies: int = 1) -> list[RankRun]
         copies: independent runs at the same time, so that as many processes share the cores as
             those of a product.
     """
-    ports = [_free_port() for _ in range(copies)]
+    ports = [free_port() for _ in range(copies)]
     with ProcessPoolExecutor(case.ranks * copies, get_context("forkserver")) as pool:
         futures = [
             pool.submit(train, rank, case.ranks, port, case.options_of(model), steps)
@@ -59,10 +59,3 @@ def cost_of(ranks: Sequence[RankRun]) -> Cost:
         statistics.mean(rank.share for rank in ranks),
         statistics.mean(rank.calls.get("all_reduce", 0) for rank in ranks),
     )
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-    return port

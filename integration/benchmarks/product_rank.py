@@ -19,13 +19,13 @@ from integration.models import build_model_on_meta
 from integration.train.config import TrainConfig
 from integration.train.launch.world import World, process_group
 from integration.train.loop import Trainer
+from integration.train.measurement.collectives import NOT_COUNTED
 from integration.train.measurement.memory import peak_rss_bytes, reset_peak_rss
 from integration.train.setup import prepare
 from testkit import Collective, CommLog
 
 _TIMEOUT = 120.0
 _WARMUP = 1  # steps between the first one and those that are measured
-_NOT_COUNTED = ("barrier", "recv")  # no payload; counted by the sender
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _measure(world: World, out: Path, options: Mapping[str, Any], steps: int) ->
         trainer.train_step()
     calls, nbytes = Counter[str](), Counter[str]()
     for call in log.calls:
-        if call.op not in _NOT_COUNTED:
+        if call.op not in NOT_COUNTED:
             calls[call.op] += 1
             nbytes[call.op] += sent_bytes(call)
     return RankRun(

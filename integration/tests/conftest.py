@@ -1,15 +1,12 @@
 """Trainers and commands on real ranks, for the tests of what a run can be told."""
 
-import contextlib
 import os
-import random
-import socket
 from pathlib import Path
 
 import pytest
 
 from integration.option_table.pairwise import proving_runs
-from testkit import preload, run_ranks, start_python
+from testkit import free_port, preload, run_ranks, start_python
 from testkit.ranks.network_hosts import NetworkHosts, no_network_hosts
 
 preload(
@@ -31,23 +28,12 @@ def hosts():
         yield made
 
 
-def _port():
-    """Returns a port that is free, and that the kernel gives to no process which asks for any.
-
-    Tests of other projects, which run beside these, ask for such ports.
-    """
-    while True:
-        port = random.SystemRandom().randrange(10_000, 30_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-
-
 @pytest.fixture(scope="session")
 def start_on_ranks():
     """Starts ``python ARGUMENTS`` on ranks that join by the environment; returns the processes."""
 
     def start_on_ranks(ranks, *arguments):
-        port = _port()
+        port = free_port()
         shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         return [
             start_python(*arguments, environment=os.environ | shared | {"RANK": str(rank)})

@@ -20,10 +20,16 @@ from torch.utils.checkpoint import checkpoint
 
 import dist_rng
 from dist_rng import Geometry, Region, single_device_rng
-from dist_rng._compat import torch_release
 from dist_rng.emulation.device import emulated_device
 from dist_rng.regions.placements import slice_of
-from testkit import CommLog, assert_bitwise, each_rank, fake_mesh
+from testkit import (
+    FLATTENS_TWO_SHARDED_DIMS,
+    NO_FLATTENING,
+    CommLog,
+    assert_bitwise,
+    each_rank,
+    fake_mesh,
+)
 
 S, R = Shard, Replicate()
 
@@ -129,9 +135,7 @@ def test_native_dropout_has_the_gradient_of_its_mask():
         assert_bitwise(x.grad._local_tensor, mask._local_tensor.float() * 2)
 
 
-flattens_by_head = pytest.mark.skipif(
-    torch_release() < (2, 12), reason="torch 2.11's DTensor does not flatten a sharded second dim"
-)
+flattens_by_head = pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,15 @@ from testkit.comm_log import Collective, CommLog
 from testkit.gradients import loss_with_grad
 from testkit.mesh import clear_caches, each_rank, fake_mesh, mesh_of_one
 from testkit.parity import assert_bitwise, assert_close, assert_same_tensor, assert_ulp
-from testkit.ranks import RankError, RankReport, preload, run_python, run_ranks, start_python
+from testkit.ranks import (
+    RankError,
+    RankReport,
+    free_port,
+    preload,
+    run_python,
+    run_ranks,
+    start_python,
+)
 from testkit.torch_release import (
     FLATTENS_TWO_SHARDED_DIMS,
     KEEPS_ORDER_OF_RANKS,
@@ -35,6 +43,7 @@ __all__ = [
     "clear_caches",
     "each_rank",
     "fake_mesh",
+    "free_port",
     "loss_with_grad",
     "mesh_of_one",
     "preload",

@@ -1,6 +1,6 @@
 """Hugging Face's LLaMA and Mixtral, unmodified, for byte-level language modelling."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from torch import nn
@@ -73,6 +73,14 @@ class MixtralShape(DecoderShape):
         return model.train()
 
 
+# 0.1 M parameters, for tests.
+_LLAMA_TINY = LlamaShape(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+)
 DECODERS: dict[str, DecoderShape] = {
     # 9.9 M parameters: a step of 8 x 64 tokens takes about half a second on one CPU core.
     "llama-10m": LlamaShape(
@@ -82,23 +90,9 @@ DECODERS: dict[str, DecoderShape] = {
         num_attention_heads=8,
         num_key_value_heads=4,
     ),
-    # 0.1 M parameters, for tests.
-    "llama-tiny": LlamaShape(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    ),
-    # The same with one matrix for embedding and head.
-    "llama-tied-tiny": LlamaShape(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        tie_word_embeddings=True,
-    ),
+    "llama-tiny": _LLAMA_TINY,
+    # With one matrix for embedding and head.
+    "llama-tied-tiny": replace(_LLAMA_TINY, tie_word_embeddings=True),
     # 9.5 M parameters, of which a token uses 5.8 M.
     "mixtral-10m": MixtralShape(
         hidden_size=256,

@@ -164,7 +164,9 @@ class RankPipeline:
             units = layout.stages[index]
             parts[index] = part = model_part(model, units, chain)
             self._family.set_forward(part, first=index == 0)
-            context = StageContext(mesh[axes], model, chain, units, apart, shape, inner.degrees)
+            context = StageContext(
+                mesh[axes], model, self._family, chain, units, apart, shape, inner.degrees
+            )
             self._parts[index] = STAGE_SYSTEMS[inner.name](part, context)
         self._plan_parts = list(self._parts.values()) if inner.name == "plan" else []
         own = [unit for index in indices for unit in layout.stages[index]]

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from integration.models import ModelShape
+from integration.pipeline.families import ModelFamily
 from integration.pipeline.split import Chain
 from integration.systems.degrees import Degrees
 
@@ -19,6 +20,7 @@ class StageContext:
         mesh: mesh of the ranks that share the stage: one-dimensional, but of a plan's axes for
             plans.
         model: the full model, for its names.
+        family: the full model's.
         chain: units of the full model.
         units: names of the stage's units.
         tied: names of units, of this stage or another, that share a parameter with another stage.
@@ -28,6 +30,7 @@ class StageContext:
 
     mesh: DeviceMesh
     model: nn.Module
+    family: ModelFamily
     chain: Chain
     units: Sequence[str]
     tied: Sequence[str]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from integration.pipeline.families import PassedTensor, family_of
+from integration.pipeline.families import PassedTensor
 from integration.pipeline.stage_context import StageContext
 from integration.systems.zoo import plan_of
 from plan_api import Plan, installed, parallelize
@@ -47,7 +47,7 @@ def _show_leaves(model: nn.Module) -> None:
 
 def stage_plan(part: nn.Module, context: StageContext) -> Plan:
     """Returns the plan of a stage, with the placements of what stages pass on."""
-    family, following = family_of(context.model), _unit_after(context)
+    family, following = context.family, _unit_after(context)
     plan = plan_of(
         context.shape, context.mesh, context.degrees, in_pipeline=True, apart=context.tied
     )
@@ -95,7 +95,7 @@ def _gather_sequence(plan: Plan, context: StageContext, first: str) -> None:
     if not _shards_sequence("tp", context, first):
         return
     whole, rest = Replicate(), Shard(1)
-    (tensor,) = family_of(context.model).passed
+    (tensor,) = context.family.passed
     plan.redistribute(f"<in:{tensor.name}>", rest, whole, "tp", grad_src=whole, grad_dst=rest)
     unit = f"{re.escape(first)}.<in>"
     if first != context.chain.units[-1]:

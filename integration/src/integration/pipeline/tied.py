@@ -1,7 +1,7 @@
 """Keeps the copies of a parameter equal that stages on two ranks of a pipeline share.
 
-Each of the ranks has a copy. Their gradients are added, in the same order on both, so that
-optimizers compute the same update on both.
+Each of the ranks has a copy, and both get the sum of their gradients, which has the same bits in
+either order, so that optimizers compute the same update on both.
 """
 
 from collections.abc import Sequence
@@ -39,15 +39,14 @@ def add_gradients(copies: Sequence[TiedCopy], group: dist.ProcessGroup) -> None:
     for copy in copies:
         gradient = copy.parameter.grad
         assert gradient is not None
-        own = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-        other = _exchanged(own, copy.peer, group)
-        first, second = (own, other) if copy.is_first else (other, own)
-        own.copy_(first + second)
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local.add_(_exchanged(local, copy.peer, group))
 
 
 def _exchanged(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
     """Sends a tensor to another rank and returns the one that it sends."""
-    sent, received = tensor.contiguous(), torch.empty_like(tensor).contiguous()
+    sent = tensor.contiguous()
+    received = torch.empty_like(sent)
     operations = [
         dist.P2POp(dist.isend, sent, group=group, group_peer=peer),
         dist.P2POp(dist.irecv, received, group=group, group_peer=peer),

@@ -66,7 +66,7 @@ class Plan(PlanEntries):
 
     def to_json(self) -> str:
         """Returns this plan as text, for `from_json`."""
-        return entries_to_json(self.entries, self.mesh, self.cover)
+        return entries_to_json(self.entries, self.mesh, self.cover, self.of_stage)
 
     @classmethod
     def from_json(cls, text: str, mesh: DeviceMesh) -> Self:
@@ -79,8 +79,9 @@ class Plan(PlanEntries):
         Raises:
             ValueError: the text is no plan, or the mesh lacks an axis.
         """
-        entries, cover = entries_from_json(text, mesh)
+        entries, cover, of_stage = entries_from_json(text, mesh)
         plan = cls(mesh, cover=cover)
+        plan.of_stage = of_stage
         plan._entries = entries
         return plan
 

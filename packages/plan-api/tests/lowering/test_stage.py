@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from plan_api import Plan, installed, parallelize, zoo
+from plan_api import Plan, installed, lower, parallelize, zoo
 from plan_api.spec.path import PathKind
 from testkit import models
 
@@ -83,12 +83,32 @@ def test_an_entry_for_the_model_and_a_module_is_refused_where_only_one_is_whole(
 
     model = Ends()
     plan = Plan(mesh).redistribute(path, R, R, "tp", grad_src=P, grad_dst=R)
-    with pytest.raises(ValueError, match=r"got 'the model', .* beside 'layers.1'; add an entry"):
+    with pytest.raises(ValueError, match=r"got 'the model', .* and 'layers.1', .*; add an entry"):
         plan.for_stage(Keyword(model), model, last=False)
 
 
+@pytest.mark.parametrize(
+    "change", [lambda plan: plan, lambda plan: Plan.from_json(plan.to_json(), plan.mesh)]
+)
+def test_a_stage_with_a_reordered_sequence_needs_no_attention_of_its_own(mesh, change):
+    """Also after it was written and read, and as a submodule."""
+    model = models.llama(num_hidden_layers=1, attn_implementation="sdpa")
+    stage = nn.Module()
+    stage.model = nn.Module()
+    stage.model.embed_tokens = model.model.embed_tokens
+    stage.forward = lambda input_ids: stage.model.embed_tokens(input_ids)
+    plan = zoo.llama(mesh, tp=None, cp="tp")
+    part = change(plan.for_stage(stage, model, last=False))
+    lower(part, stage)
+    nested = nn.Module()
+    nested.inner = stage
+    lower(part.under("inner"), nested)
+    part.of_stage = False
+    with pytest.raises(ValueError, match=r"expected a context\(\) entry along 'tp'"):
+        lower(part, stage)
+
+
 def test_the_stages_of_a_zoo_plan_have_each_of_its_entries(mesh):
-    """And a stage of a plan with a reordered sequence needs no attention of its own."""
     model = models.llama(num_hidden_layers=2)
     plan = zoo.llama(mesh, "tp", "dp", sp=True, loss_parallel=True)
     ends = nn.Module()

@@ -12,7 +12,7 @@ from integration.train.metrics import CollectiveCount
 from testkit import CommLog
 
 # A barrier has no payload, and its sender counts what a rank receives.
-_NOT_COUNTED = ("barrier", "recv")
+NOT_COUNTED = ("barrier", "recv")
 
 
 class CollectiveCounter:
@@ -58,7 +58,7 @@ class CollectiveCounter:
         """
         if not self._logs:
             return None
-        issued = [call for log in self._logs for call in log.calls if call.op not in _NOT_COUNTED]
+        issued = [call for log in self._logs for call in log.calls if call.op not in NOT_COUNTED]
         return [
             CollectiveCount(
                 kind=kind,

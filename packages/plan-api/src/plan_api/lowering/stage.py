@@ -36,7 +36,7 @@ def entries_of_stage(
             matched.remove("")
             if not matched:
                 continue
-            raise _mixed(entry, "the output of the model", "", matched)
+            raise _mixed(entry, "the output", "", matched)
         if entry.path.kind is PathKind.INPUT:
             missing = [
                 name for name in matched if not _has_argument(entry, name, own.modules[name])
@@ -89,7 +89,7 @@ def _has_argument(entry: Entry, name: str, module: nn.Module) -> bool:
 
 def _mixed(entry: Entry, what: str, missing: str, present: list[str]) -> ValueError:
     return ValueError(
-        f"{entry.description}: expected {what} of modules that are all whole on this stage, got "
-        f"{missing or 'the model'!r}, which a stage calls otherwise, beside {present[0]!r}; add an "
-        f"entry for each"
+        f"{entry.description}: expected modules of which the stage has {what} of all or of none, "
+        f"got {missing or 'the model'!r}, of which it has not, and {present[0]!r}, of which it "
+        f"has; add an entry for each"
     )

@@ -446,6 +446,7 @@ class PlanEntries:
     def under(self, prefix: str) -> Self:
         """Returns the plan of a model that has this plan's model as its submodule ``prefix``."""
         nested = type(self)(self.mesh, cover=self.cover)
+        nested.of_stage = self.of_stage
         nested._entries = [replace(entry, path=entry.path.under(prefix)) for entry in self._entries]
         return nested
 

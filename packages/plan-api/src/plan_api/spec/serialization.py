@@ -46,13 +46,16 @@ _OPTIONS = {
 _SHORT = re.compile(r"(?P<kind>[RSP])(?:\((?P<argument>\w+)\))?")
 
 
-def entries_to_json(entries: tuple[Entry, ...], mesh: DeviceMesh, cover: bool) -> str:
+def entries_to_json(
+    entries: tuple[Entry, ...], mesh: DeviceMesh, cover: bool, of_stage: bool
+) -> str:
     """Writes a plan as text.
 
     Args:
         entries: of the plan.
         mesh: of the plan; its shape and names are written for the reader only.
         cover: whether every parameter has to be named.
+        of_stage: whether others of its entries apply to other stages of a pipeline.
     """
     rows = []
     for entry in entries:
@@ -72,11 +75,12 @@ def entries_to_json(entries: tuple[Entry, ...], mesh: DeviceMesh, cover: bool) -
         rows.append(row | {"phase": entry.phase.value, "line": entry.line})
     shape = dict(zip(mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True))
     plan = {"version": _VERSION, "mesh": shape, "cover": cover, "entries": rows}
+    plan |= {"of_stage": True} if of_stage else {}
     return json.dumps(plan, indent=1) + "\n"
 
 
-def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool]:
-    """Reads the entries of a plan for a mesh that has their axes, and ``cover``.
+def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool, bool]:
+    """Reads the entries of a plan for a mesh with their axes, ``cover`` and ``of_stage``.
 
     Raises:
         ValueError: the text is no plan of this version, or the mesh lacks an axis.
@@ -91,7 +95,7 @@ def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool]:
         raise ValueError(
             f"expected a plan of version {_VERSION} as Plan.to_json() writes it, got something else"
         )
-    _check_names("the plan", found, _PLAN, set(_PLAN))
+    _check_names("the plan", found, {*_PLAN, "of_stage"}, set(_PLAN))
     entries = []
     for number, row in enumerate(found["entries"]):
         _check_names(f"entry {number}", row, _ROW, _REQUIRED)
@@ -119,7 +123,7 @@ def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool]:
         entries.append(
             Entry(kind, path, axes, dst, **lists, phase=phase, line=line, options=options)
         )
-    return entries, bool(found["cover"])
+    return entries, bool(found["cover"]), bool(found.get("of_stage"))
 
 
 def _check_names(

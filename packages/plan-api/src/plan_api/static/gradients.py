@@ -127,20 +127,22 @@ class LocalParamGradients(GradientReduction):
 
     def _collect(self) -> None:
         super()._collect()
+        if self._reducer is None:
+            self._assign_all()
+            return
+        self._reducer.set_requires_gradient_sync(False)
         for gradient in self._local_gradients:
-            if gradient.source.tensor.grad is None:
-                continue
-            if self._reducer is None:
-                gradient.assign()
-            else:
-                self._reducer.set_requires_gradient_sync(False)
+            if gradient.source.tensor.grad is not None:
                 self._reducer.accumulate(gradient.source.param, gradient.detach())
+
+    def _assign_all(self) -> None:
+        for gradient in self._local_gradients:
+            if gradient.source.tensor.grad is not None:
+                gradient.assign()
 
     def _end_of_backward(self) -> None:
         if self._reducer is None:
-            for gradient in self._local_gradients:
-                if gradient.source.tensor.grad is not None:
-                    gradient.assign()
+            self._assign_all()
         if self._requires_sync:
             super()._end_of_backward()
         else:

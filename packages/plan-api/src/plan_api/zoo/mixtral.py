@@ -54,17 +54,18 @@ def mixtral(
     # Where parts of the sequence are dispatched the whole MLP, with its router, runs on them.
     plan = decoder(mesh, tp, dp, sp, loss_parallel, None if tp in axes.dispatched else whole)
     # The router is replicated, so gradients are summed at the inputs of the experts.
-    for axis, argument in itertools.product(axes.summed, (0, "top_k_weights")):
-        begin = f"{_EXPERTS}.<in:{argument}>"
-        plan.redistribute(begin, whole, whole, axis, grad_src=part, grad_dst=whole)
+    for axis, at in itertools.product(axes.summed, ("<in:0>", "<in:top_k_weights>")):
+        plan.redistribute(f"{_EXPERTS}.{at}", whole, whole, axis, grad_src=part, grad_dst=whole)
     if tp is not None and tp not in axes.sharded:
         plan.shard(rf"{_EXPERTS}\.gate_up_proj", interleaved_shard(1, 2, "mixtral"), tp)
         plan.shard(rf"{_EXPERTS}\.down_proj", Shard(2), tp)
     plan.annotate(rf"{_EXPERTS}\..*\.grad", [part] * len(axes.replicated), axes.replicated)
     if axes.sharded:
         return _expert_parallel(plan, axes, tp)
-    on = axes.summed or names_of(dp) or plan.axes  # without the first only batches are sharded
-    return plan.local(_EXPERTS, [part if axes.summed else Shard(0) if dp else whole] * len(on), on)
+    # Without parts to sum only the batch is sharded, or nothing.
+    along = axes.summed or names_of(dp) or plan.axes
+    placement = part if axes.summed else Shard(0) if dp else whole
+    return plan.local(_EXPERTS, [placement] * len(along), along)
 
 
 def _expert_parallel(plan: Plan, axes: ExpertAxes, tp: str | None) -> Plan:
