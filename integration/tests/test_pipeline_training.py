@@ -5,6 +5,7 @@ import torch
 
 from integration.models import model_shape
 from integration.pipeline.schedules import SCHEDULES
+from testkit import run_ranks
 
 STEPS = 8
 MODELS = ("llama-tiny", "mixtral-tiny", "dit-tiny")
@@ -92,20 +93,50 @@ WITHIN = {
         "system": "plan", "dp_shard": 2, "model": "dit-tiny", "static": True
     },
 }  # fmt: skip
-# Of these the fast tests train one.
-FAST = ("fsdp by plan", "tp, static")
+# The fast tests train these.
+FAST = ("dp", "fsdp by plan", "tp, static")
+# Some steps are clipped by this and some are not: AdamW alone hides factors of a gradient.
+CLIPPED = {"clip_grad_norm": 1.0}
 
 
 def train_within(run_all, single, out, names, **options):
-    runs = [{"model": "llama-tiny", "pp_degree": 2} | options | WITHIN[name] for name in names]
+    common = {"model": "llama-tiny", "pp_degree": 2} | CLIPPED | options
+    runs = [common | WITHIN[name] for name in names]
     for name, run, losses in zip(names, runs, run_all(out, 4, runs), strict=True):
-        difference = (losses - single(run["model"])).abs().max()
+        difference = (losses - single(run["model"], **CLIPPED)).abs().max()
         assert difference <= model_shape(run["model"]).tolerance, name
 
 
 @pytest.mark.ranks
 def test_two_stages_of_two_ranks_train_as_one_device(single, run_all, tmp_path):
     train_within(run_all, single, tmp_path, FAST, pp_microbatches=2, micro_batch=2)
+
+
+def _misplaced(options):
+    """The names of parameters whose gradients are placed otherwise after a step's backward."""
+    import torch.distributed as dist
+
+    from integration.train.config import TrainConfig
+    from integration.train.launch.world import World
+    from integration.train.loop import Trainer
+    from integration.train.setup import prepare
+
+    world = World(dist.get_rank(), dist.get_world_size())
+    trainer = Trainer(prepare(TrainConfig(**options), world.size), world)
+    trainer._backward()
+    params = list(trainer.model.named_parameters())
+    assert params
+    return [name for name, param in params if param.grad.placements != param.placements]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("name", ["dp", "tp, static"])
+def test_gradients_of_plans_are_reduced_behind_the_schedule(name, schedule, tmp_path):
+    """Else clipping and the optimizer would do it, one by one, with the same losses."""
+    options = {"model": "llama-tiny", "pp_degree": 2, "pp_schedule": schedule, "out": tmp_path}
+    options |= {"micro_batch": 4, "pp_microbatches": 4} | WITHIN[name]
+    assert run_ranks(_misplaced, 4, options, timeout=120) == [[]] * 4
 
 
 @pytest.mark.ranks
@@ -133,13 +164,13 @@ def test_stages_without_layers_train_under_sequence_parallelism(
     assert_near(losses, single("llama-tiny"))
 
 
-TIED = {"model": "llama-tied-tiny", "pp_degree": 2, "clip_grad_norm": 1.0}
+TIED = {"model": "llama-tied-tiny", "pp_degree": 2} | CLIPPED
 
 
 @pytest.mark.ranks
 def test_tied_embeddings_on_two_stages_train_as_one_matrix(single, run_all, tmp_path):
     """Their gradient counts once in the norm; a checkpoint of one device has their name."""
-    expected = single("llama-tied-tiny", clip_grad_norm=1.0)
+    expected = single("llama-tied-tiny", **CLIPPED)
     assert (expected - single("llama-tied-tiny")).abs().max() > 1e-3, "nothing was clipped"
     (alone,) = run_all(tmp_path, 1, [{**TIED, "pp_degree": 1, "save_at": 4}])
     middle = {"resume": str(tmp_path / "checkpoints" / "step-00000004")}
@@ -153,7 +184,7 @@ def test_tied_embeddings_on_two_stages_train_as_one_matrix(single, run_all, tmp_
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_tied_embeddings_train_under_every_system(single, run_all, tmp_path):
-    expected = single("llama-tied-tiny", clip_grad_norm=1.0)
+    expected = single("llama-tied-tiny", **CLIPPED)
     names = [name for name in WITHIN if "model" not in WITHIN[name] and "cp" not in WITHIN[name]]
     runs = [WITHIN[name] | TIED | {"pp_schedule": "InterleavedZeroBubble"} for name in names]
     found = run_all(tmp_path, 4, [run | {"pp_microbatches": 4} for run in runs])
@@ -200,10 +231,6 @@ def test_four_stages_of_one_rank_train_as_one_device(single, run, tmp_path):
     losses = run(tmp_path, 4, model="llama-tiny", pp_degree=4, pp_microbatches=4)
     expected = single("llama-tiny")
     assert_near(losses, expected)
-
-
-# Some steps are clipped by this and some are not.
-CLIPPED = {"clip_grad_norm": 1.0}
 
 
 @pytest.mark.ranks
