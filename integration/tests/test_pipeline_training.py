@@ -131,7 +131,7 @@ def _misplaced(options):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-@pytest.mark.parametrize("name", ["dp", "tp, static"])
+@pytest.mark.parametrize("name", ["dp", "tp, static", "tp", "zero3"])
 def test_gradients_of_plans_are_reduced_behind_the_schedule(name, schedule, tmp_path):
     """Else clipping and the optimizer would do it, one by one, with the same losses."""
     options = {"model": "llama-tiny", "pp_degree": 2, "pp_schedule": schedule, "out": tmp_path}

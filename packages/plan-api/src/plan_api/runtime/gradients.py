@@ -170,10 +170,7 @@ class GradientReduction:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _collect(self) -> None:
-        """Does for gradients that autograd has not accumulated what the hooks do."""
-        for param in self._params:
-            if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
-                param.grad = sharded_like(param.placements, param.grad)
+        """Gives parameters the gradients that backward has left elsewhere."""
 
     def _reduce_all(self) -> None:
         """Reduces deferred gradients, and those accumulated under `no_sync`."""

@@ -126,7 +126,6 @@ class LocalParamGradients(GradientReduction):
         self._after_accumulate(gradient.source.param)
 
     def _collect(self) -> None:
-        super()._collect()
         if self._reducer is None:
             self._assign_all()
             return
