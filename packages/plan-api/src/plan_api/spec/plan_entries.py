@@ -8,54 +8,25 @@ overrides an earlier one. Tensors that a plan does not name are replicated.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
 
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.spec.arguments import Axes, Placements, check_indexed_placements, placements_per_axis
-from plan_api.spec.axes import axis_names, resolve_axes
-from plan_api.spec.entry import Entry, EntryKind, Phase
+from plan_api.spec.arguments import Axes, Placements, check_indexed_placements
+from plan_api.spec.entry import EntryKind, Phase
 from plan_api.spec.path import PathKind, parse_path
-from plan_api.spec.policies import PolicyValue
-from plan_api.spec.source_location import call_location
+from plan_api.spec.policy_entries import PolicyEntries
 
 __all__ = ["ContextMethod", "PlanEntries", "SequenceOrder"]
 
 ContextMethod: TypeAlias = Literal["ring", "ulysses", "all-gather"]
 SequenceOrder: TypeAlias = Literal["zigzag", "contiguous"]
 
-_WITHOUT_PLACEMENTS = (EntryKind.EAGER, EntryKind.FULLY_SHARD)
 _QUERY_SEQUENCE_DIM = 2  # of (batch, heads, sequence, features)
 
 
-class PlanEntries:
-    """The calls on a plan, in their order.
-
-    Args:
-        mesh: the mesh of all DTensors; entries choose axes of it.
-        cover: whether every parameter has to be named by an entry, or `parallelize` refuses.
-    """
-
-    def __init__(self, mesh: DeviceMesh, *, cover: bool = False) -> None:
-        self.mesh = mesh
-        self.axes = axis_names(mesh)
-        self.cover = cover
-        self.of_stage = False  # whether others of its entries apply to other stages of a pipeline
-        self._entries: list[Entry] = []
-
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        """All calls, in their order."""
-        return tuple(self._entries)
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self._entries))
+class PlanEntries(PolicyEntries):
+    """The calls on a plan that place tensors, beside those of `PolicyEntries`."""
 
     def shard(
         self,
@@ -270,81 +241,6 @@ class PlanEntries:
         options = {"tokens": tokens, "weights": weights, "count": count}
         return self._add(EntryKind.DISPATCH, path, mesh, placements, options=options)
 
-    def fully_shard(
-        self,
-        path: str,
-        mesh: Axes,
-        granularity: str | None = None,
-        reshard_after_forward: bool | None = None,
-        *,
-        flat: bool = False,
-        replicate: int = 1,
-        placements: str | None = None,
-        mp_policy: MixedPrecisionPolicy | None = None,
-        offload_policy: OffloadPolicy | None = None,
-    ) -> Self:
-        """Applies the fsdp package to modules, after all other parameters are placed.
-
-        Parameters that the plan shards along the same axes, such as experts, are left out. In
-        static mode modules compute with plain tensors that it has gathered.
-
-        Args:
-            path: of modules.
-            mesh: the axes: one to shard on, or two, of which the first replicates (HSDP).
-            granularity: of the shards, as fsdp takes it.
-            reshard_after_forward: whether parameters are gathered again in backward; None: all but
-                those of the root.
-            flat: whether several axes are flattened into one to shard on.
-            replicate: the number of replicas on one axis, or on axes that ``flat`` makes one, each
-                on neighbouring ranks (HSDP where the batch is sharded along this axis once).
-            placements: of parameters, gradients and optimizer state, as the package names them:
-                "zero1", "zero2", "hfsdp"; None: all are sharded.
-            mp_policy: torch's: dtypes of parameters while modules run, of reductions and outputs.
-                None: those of the parameters.
-            offload_policy: torch's: ``CPUOffloadPolicy()`` keeps shards and gradients on the host.
-                None: they are on the mesh's device.
-
-        Raises:
-            ValueError: as `shard`; or the path names a tensor; or a policy is none of torch's, or
-                has a function, which `to_json` cannot write. `parallelize` refuses a granularity
-                or placements that the package does not have on these axes, and parameters with
-                phases along the same axes.
-        """
-        if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-            raise ValueError(
-                f"fully_shard({path!r}): reshard_after_forward: expected True, False or None, got "
-                f"{reshard_after_forward!r}: parameters of a plan are DTensors, which cannot be "
-                f"resharded to fewer ranks"
-            )
-        options: dict[str, Any] = {
-            "granularity": granularity,
-            "reshard_after_forward": reshard_after_forward,
-        }
-        options |= {"flat": True} if flat else {}
-        if isinstance(replicate, SupportsIndex):
-            replicate = operator.index(replicate)
-        options |= {"replicate": replicate} if replicate != 1 else {}
-        options |= {"placements": placements} if placements is not None else {}
-        for name, policy in (("mp_policy", mp_policy), ("offload_policy", offload_policy)):
-            if policy is not None:
-                options[name] = PolicyValue.of(f"fully_shard({path!r})", name, policy)
-        return self._add(EntryKind.FULLY_SHARD, path, mesh, None, options=options)
-
-    def eager(self, path: str) -> Self:
-        """Keeps modules on DTensors in static mode; in Eager, where all are, it has no effect.
-
-        For modules whose own code redistributes between operators, where there is no hook. Their
-        inputs have the placements that the plan gives (`annotate`, or the ``src`` of `redistribute`
-        on the module's ``<in>``), and are replicated otherwise.
-
-        Args:
-            path: of modules, with all modules inside them.
-
-        Raises:
-            ValueError: the path names a tensor.
-        """
-        return self._add(EntryKind.EAGER, path, (), None)
-
     def context(
         self,
         path: str,
@@ -442,62 +338,6 @@ class PlanEntries:
         if positions:
             options["positions"] = True
         return self._add(EntryKind.SEQUENCE, path, mesh, Shard(dim), options=options)
-
-    def under(self, prefix: str) -> Self:
-        """Returns the plan of a model that has this plan's model as its submodule ``prefix``."""
-        nested = type(self)(self.mesh, cover=self.cover)
-        nested.of_stage = self.of_stage
-        nested._entries = [replace(entry, path=entry.path.under(prefix)) for entry in self._entries]
-        return nested
-
-    def __or__(self, other: Self) -> Self:
-        """Joins two plans; where both place a tensor, the right one applies."""
-        if self.mesh != other.mesh:
-            raise ValueError(
-                f"plans on {self.mesh} and on {other.mesh} cannot be joined: one tensor cannot be "
-                f"on both; make them for one mesh, with the axes that each needs"
-            )
-        joined = type(self)(self.mesh, cover=self.cover or other.cover)
-        joined.of_stage = self.of_stage or other.of_stage
-        joined._entries = [*self._entries, *other._entries]
-        return joined
-
-    def _add(
-        self,
-        kind: EntryKind,
-        path: str,
-        mesh: Axes,
-        dst: Placements | None,
-        *,
-        src: Placements | None = None,
-        grad_src: Placements | None = None,
-        grad_dst: Placements | None = None,
-        phase: Phase = Phase.INIT,
-        options: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Self:
-        what = f"{kind.value}({path!r})"
-        parsed = parse_path(path, kind.names_modules)
-        axes = resolve_axes(mesh, self.mesh, what)
-        placed = () if kind in _WITHOUT_PLACEMENTS else placements_per_axis(dst, axes, what)
-
-        def or_none(placements: Placements | None) -> tuple[Placement, ...] | None:
-            return None if placements is None else placements_per_axis(placements, axes, what)
-
-        self._entries.append(
-            Entry(
-                kind,
-                parsed,
-                axes,
-                placed,
-                or_none(src),
-                or_none(grad_dst),
-                or_none(grad_src),
-                phase,
-                call_location(),
-                tuple(options.items()),
-            )
-        )
-        return self
 
 
 def _checked_unit(unit: int | str, path: str) -> int | str:

@@ -10,7 +10,13 @@ __all__ = ["call_location"]
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 # Their frames are the methods of a plan themselves.
-_METHODS = (f"{_PACKAGE}plan.py", f"{Path(__file__).with_name('plan_entries.py')}")
+_METHODS = (
+    f"{_PACKAGE}plan.py",
+    *(
+        f"{Path(__file__).with_name(name)}"
+        for name in ("entry_list.py", "plan_entries.py", "policy_entries.py")
+    ),
+)
 
 
 def call_location() -> str:

@@ -1,0 +1,94 @@
+"""The entries that say how modules run, wherever their tensors are placed."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Self, SupportsIndex
+
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from plan_api.spec.arguments import Axes
+from plan_api.spec.entry import EntryKind
+from plan_api.spec.entry_list import EntryList
+from plan_api.spec.policies import PolicyValue
+
+__all__ = ["PolicyEntries"]
+
+
+class PolicyEntries(EntryList):
+    """Calls on a plan that name modules and say how they run."""
+
+    def fully_shard(
+        self,
+        path: str,
+        mesh: Axes,
+        granularity: str | None = None,
+        reshard_after_forward: bool | None = None,
+        *,
+        flat: bool = False,
+        replicate: int = 1,
+        placements: str | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        offload_policy: OffloadPolicy | None = None,
+    ) -> Self:
+        """Applies the fsdp package to modules, after all other parameters are placed.
+
+        Parameters that the plan shards along the same axes, such as experts, are left out. In
+        static mode modules compute with plain tensors that it has gathered.
+
+        Args:
+            path: of modules.
+            mesh: the axes: one to shard on, or two, of which the first replicates (HSDP).
+            granularity: of the shards, as fsdp takes it.
+            reshard_after_forward: whether parameters are gathered again in backward; None: all but
+                those of the root.
+            flat: whether several axes are flattened into one to shard on.
+            replicate: the number of replicas on one axis, or on axes that ``flat`` makes one, each
+                on neighbouring ranks (HSDP where the batch is sharded along this axis once).
+            placements: of parameters, gradients and optimizer state, as the package names them:
+                "zero1", "zero2", "hfsdp"; None: all are sharded.
+            mp_policy: torch's: dtypes of parameters while modules run, of reductions and outputs.
+                None: those of the parameters.
+            offload_policy: torch's: ``CPUOffloadPolicy()`` keeps shards and gradients on the host.
+                None: they are on the mesh's device.
+
+        Raises:
+            ValueError: as `shard`; or the path names a tensor; or a policy is none of torch's, or
+                has a function, which `to_json` cannot write. `parallelize` refuses a granularity
+                or placements that the package does not have on these axes, and parameters with
+                phases along the same axes.
+        """
+        if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"fully_shard({path!r}): reshard_after_forward: expected True, False or None, got "
+                f"{reshard_after_forward!r}: parameters of a plan are DTensors, which cannot be "
+                f"resharded to fewer ranks"
+            )
+        options: dict[str, Any] = {
+            "granularity": granularity,
+            "reshard_after_forward": reshard_after_forward,
+        }
+        options |= {"flat": True} if flat else {}
+        if isinstance(replicate, SupportsIndex):
+            replicate = operator.index(replicate)
+        options |= {"replicate": replicate} if replicate != 1 else {}
+        options |= {"placements": placements} if placements is not None else {}
+        for name, policy in (("mp_policy", mp_policy), ("offload_policy", offload_policy)):
+            if policy is not None:
+                options[name] = PolicyValue.of(f"fully_shard({path!r})", name, policy)
+        return self._add(EntryKind.FULLY_SHARD, path, mesh, None, options=options)
+
+    def eager(self, path: str) -> Self:
+        """Keeps modules on DTensors in static mode; in Eager, where all are, it has no effect.
+
+        For modules whose own code redistributes between operators, where there is no hook. Their
+        inputs have the placements that the plan gives (`annotate`, or the ``src`` of `redistribute`
+        on the module's ``<in>``), and are replicated otherwise.
+
+        Args:
+            path: of modules, with all modules inside them.
+
+        Raises:
+            ValueError: the path names a tensor.
+        """
+        return self._add(EntryKind.EAGER, path, (), None)
