@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from fsdp import FSDPModule, fully_shard
+from fsdp import FSDPModule, Rows, fully_shard
 from fsdp.optim import SOAP, Adam8bit, Muon
 from integration.models.dit import DiffusionLoss, DiT
 from integration.systems.zoo import with_noise_loss
@@ -29,7 +29,7 @@ def _further(*values):
 
 def _plan(mesh):
     plan = zoo.llama(mesh, dp="dp", sp=mesh.size(1) > 1)
-    return plan.fully_shard(r"model\.layers\.\d+", "dp", "rows(2)").fully_shard("", "dp")
+    return plan.fully_shard(r"model\.layers\.\d+", "dp", Rows(2)).fully_shard("", "dp")
 
 
 @pytest.mark.parametrize("shape", [_further((2, 2)), (2, 1)], ids=["FSDP x TP + SP", "FSDP"])
@@ -150,7 +150,7 @@ def _fsdp(name, model, sp, **options):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = getattr(zoo, name)(mesh, tp="tp", dp="dp", sp=sp)
     plan = with_noise_loss(plan, "dp") if name == "dit" else plan
-    plan.fully_shard(FUSED[name][0], "dp", "rows(2)").fully_shard("", "dp")
+    plan.fully_shard(FUSED[name][0], "dp", Rows(2)).fully_shard("", "dp")
     return parallelize(model, plan, **options)
 
 
@@ -201,7 +201,7 @@ def test_an_uneven_vocabulary_trains_as_on_one_device(name):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model, alone = make(vocab_size=67), make(vocab_size=67)
         plan = getattr(zoo, name)(mesh, tp="tp", dp="dp", loss_parallel=True)
-        parallelize(model, plan.fully_shard(within, "dp", "rows(2)").fully_shard("", "dp"))
+        parallelize(model, plan.fully_shard(within, "dp", Rows(2)).fully_shard("", "dp"))
         head = model.lm_head.weight
         assert isinstance(head.placements[0], StridedRaggedShard)
         assert head.placements[1] == Shard(0)
@@ -260,7 +260,7 @@ def test_optimizers_of_fsdp_step_in_static_mode_as_in_eager(make):
 
 def _flat_plan(mesh):
     plan = zoo.llama(mesh, tp=None, dp=("dp", "cp"))
-    plan.fully_shard(LAYER, ("dp", "cp"), "rows(2)", flat=True)
+    plan.fully_shard(LAYER, ("dp", "cp"), Rows(2), flat=True)
     return plan.fully_shard("", ("dp", "cp"), flat=True)
 
 

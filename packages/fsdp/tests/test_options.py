@@ -45,15 +45,24 @@ def _refused(module, match, **options):
     assert not isinstance(module, fsdp.FSDPModule)
 
 
-def test_number_of_ranks_is_refused_for_dtensors_and_extensions():
+def test_number_of_ranks_is_refused_for_extensions():
+    with fake_mesh((4, 2), ("dp", "tp")) as mesh:
+        match = "'weight', a tensor with fsdp_pre_all_gather, got 2; pass one of these"
+        _refused(_extension(), match, mesh=mesh["dp"], reshard_after_forward=2)
+        fully_shard(_extension(), mesh=mesh["dp"], reshard_after_forward=4)  # as True
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_number_of_ranks_of_dtensors_counts_those_of_its_own_axes(number):
     with fake_mesh((4, 2), ("dp", "tp")) as mesh:
         module = _dtensor(mesh["tp"])
-        match = "got 2; pass one of these"
-        _refused(module, f"'weight', which is a DTensor, {match}",
-                 mesh=mesh["dp"], reshard_after_forward=2)  # fmt: skip
-        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=4)  # as True
-        what = "'weight', which is a tensor with fsdp_pre_all_gather"
-        _refused(_extension(), f"{what}, {match}", mesh=mesh["dp"], reshard_after_forward=2)
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=number)
+        (group,) = [g for g in module._get_fsdp_state().groups if g.params[0].name == "weight"]
+        found = group.all_gather.post_forward_mesh
+        if number == 4:  # as True
+            assert found is None
+        else:
+            assert found.mesh.tolist() == [[0, 2], [4, 6]]
 
 
 def test_number_of_ranks_must_divide_a_parameters_own_mesh():

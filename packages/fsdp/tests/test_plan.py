@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp import FSDPModule
+from fsdp import Block, FSDPModule, Rows, Whole
 from fsdp.mesh.roles import STRATEGIES
 from fsdp.plan import fully_shard
 from fsdp.state import state_of
@@ -19,13 +19,12 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize(
-    ("granularity", "unit"),
-    [(None, 1), ("rows(2)", 10), ("Block(4)", 4), ("whole", 15), ("rows", 5)],
+    ("granularity", "unit"), [(None, 1), (Rows(2), 10), (Block(4), 4), (Whole(), 15), (Rows(), 5)]
 )
-def test_granularity_applies_to_all_parameters(granularity, unit):
+def test_granularity_of_a_function_applies(granularity, unit):
     def check():
-        model = nn.Linear(5, 3, bias=False)
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), granularity=granularity)
+        model, mesh = nn.Linear(5, 3, bias=False), init_device_mesh("cpu", (2,))
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: granularity)
         assert isinstance(model, FSDPModule)
         return model.weight.to_local().numel()
 
@@ -132,14 +131,6 @@ def test_gradients_of_a_block_that_raises_are_dropped(raises_in):
     assert run_ranks(check, 2) == [True, True]
 
 
-def test_unknown_granularity_is_refused():
-    def check():
-        with pytest.raises(ValueError, match=r"expected granularity='rows\(n\)'.* got 'columns'"):
-            fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)), granularity="columns")
-
-    run_ranks(check, 1)
-
-
 def test_entry_point_is_declared_and_loads():
     import tomllib
     from pathlib import Path
@@ -178,4 +169,4 @@ def test_placements_of_a_plan_are_those_of_the_groups():
 )
 def test_placements_that_do_not_exist_there_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        fully_shard.check(granularity=None, **options)
+        fully_shard.check(**options)

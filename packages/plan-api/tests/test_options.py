@@ -80,7 +80,7 @@ def test_options_that_differ_between_ranks_are_an_error():
 
     def by_fully_shard():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        rows = f"rows({1 + mesh.get_rank()})"
+        rows = pytest.importorskip("fsdp").Rows(1 + mesh.get_rank())
         parallelize(TwoLinears(), Plan(mesh).fully_shard("", "dp", rows))
 
     def by_seed():
@@ -88,7 +88,12 @@ def test_options_that_differ_between_ranks_are_an_error():
         torch.manual_seed(mesh.get_rank())
         parallelize(deferred_init(nn.Linear, 4, 4), Plan(mesh))
 
-    for call in (by_bucket, by_use, by_fully_shard, by_seed):
+    def by_function():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        rows = pytest.importorskip("fsdp").Rows(1 + mesh.get_rank())
+        parallelize(TwoLinears(), Plan(mesh).fully_shard("", "dp", lambda param: rows))
+
+    for call in (by_bucket, by_use, by_fully_shard, by_function, by_seed):
         with pytest.raises(RankError, match="differ") as error:
             run_ranks(call, 2)
         assert [report.state for report in error.value.reports] == ["raised", "raised"], call

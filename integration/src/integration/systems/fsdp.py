@@ -17,7 +17,7 @@ from integration.systems.base import System
 from integration.systems.degrees import check_axes
 
 # Rows of a block, as for the paper's 8-bit Adam (veScale-FSDP, section 6.3).
-_ROWS = 32
+BLOCK_ROWS = 32
 
 
 class FullyShardedBuffers(System):
@@ -66,4 +66,4 @@ def granularity(parameter: nn.Parameter) -> Any:
     """Returns the granularity of a parameter: 32 rows for a matrix."""
     from fsdp import Rows
 
-    return Rows(_ROWS) if parameter.ndim == 2 else None
+    return Rows(BLOCK_ROWS) if parameter.ndim == 2 else None

@@ -8,12 +8,11 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from fsdp import Rows
 from integration.models import ModelShape
 from integration.systems.degrees import Degrees
+from integration.systems.fsdp import BLOCK_ROWS
 from plan_api import Phase, Plan, zoo
-
-# Granularity of matrices, as for the paper's 8-bit Adam (veScale-FSDP, section 6.3).
-_GRANULARITY = "rows(32)"
 
 
 def plan_of(
@@ -89,7 +88,7 @@ def _fully_shard(
     copies = degrees.dp_replicate
     shard = partial(
         plan.fully_shard,
-        granularity=_GRANULARITY,
+        granularity=Rows(BLOCK_ROWS),
         reshard_after_forward=reshard,
         placements=degrees.placements,
     )

@@ -143,8 +143,8 @@ def fully_shard(
             backward. None: those of all modules but the root. A number: they are sharded over so
             many ranks after forward, neighbours in the mesh, and only these gather in backward; it
             must divide the axis that shards. Until backward modules have the sharded parameters;
-            this backward does not see changes of them. A number is refused for DTensors, and for
-            tensors with ``fsdp_pre_all_gather``.
+            this backward does not see changes of them. A number is refused for tensors with
+            ``fsdp_pre_all_gather``.
         shard_placement_fn: returns, for a parameter, the run of elements that no rank boundary may
             split: `Rows(n)`, `Block(n)`, `Whole()`; None is ``Block(1)``. torch's ``Shard(0)``
             means slices of dim 0; other dims are refused. torch's ``ShardPlacementResult`` has a
@@ -390,17 +390,16 @@ def _post_forward_size(param: FSDPParam, reshard_after_forward: object) -> int |
     """Returns the ranks over which a parameter is sharded after forward; None means all.
 
     Raises:
-        ValueError: the number does not divide those of the parameter's own mesh; it is a DTensor,
-            or has ``fsdp_pre_all_gather``.
+        ValueError: the number does not divide those of the parameter's own mesh; it has
+            ``fsdp_pre_all_gather``.
     """
     assert param.mesh is not None, "managed_params sets it"
     _, size = checked_reshard(reshard_after_forward, param.mesh.size(param.mesh.ndim - 1))
-    if size is not None and (param.placement is not None or param.extension):
-        kind = "a DTensor" if param.placement is not None else "a tensor with fsdp_pre_all_gather"
+    if size is not None and param.extension:
         raise ValueError(
             f"fully_shard: reshard_after_forward: expected True or False for parameter "
-            f"{param.name!r}, which is {kind}, got {reshard_after_forward}; pass one of these, or "
-            f"shard its module in a call of its own"
+            f"{param.name!r}, a tensor with fsdp_pre_all_gather, got {reshard_after_forward}; pass "
+            f"one of these, or shard its module in a call of its own"
         )
     return size
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor.placement_types import Placement
 
 from fsdp import api
-from fsdp.mesh.granularity import Block, Granularity, Rows, Whole
+from fsdp.mesh import checked_reshard
+from fsdp.mesh.granularity import Block, Granularity, Rows, Whole, block_size
 from fsdp.mesh.roles import named_roles
 from fsdp.param_group import FSDPParamGroup
+from fsdp.quantized.arguments import check_axes_of_tiles, checked_block, checked_tiles
+from fsdp.quantized.tiles import Tiles
 from fsdp.state import state_of
+from ragged_shard import even_shape, largest_shape
 
 __all__ = ["fully_shard"]
 
@@ -23,30 +28,34 @@ __all__ = ["fully_shard"]
 class _FullyShard:
     """Shards the modules of a plan: `check` is called for each entry, then this for each module."""
 
+    # The classes of values that plans may have for parameters.
+    granularities = (Rows, Block, Whole)
+    quantizations = (Tiles,)
+
     def check(
         self,
         *,
-        granularity: str | None,
         placements: str | None = None,
-        reshard_after_forward: bool | None = None,
+        reshard_after_forward: bool | int | None = None,
         ndim: int = 1,
+        ranks: int = 1,
         other_axes: Sequence[str] = (),
     ) -> None:
-        """Checks the text of a granularity, and the placements of an entry.
+        """Checks the options of an entry.
 
         Args:
-            granularity: as of `__call__`.
             placements: as of `__call__`.
             reshard_after_forward: as of `__call__`.
             ndim: axes of the mesh.
+            ranks: that one copy of the parameters is sharded over.
             other_axes: of the plan, on which parameters are DTensors.
 
         Raises:
-            ValueError: there is no such granularity, with those that there are; or no such
-                placements on these axes, or with these options.
+            ValueError: there are no such placements on these axes, or with these options; or
+                parameters cannot be resharded to this number of ranks.
         """
-        if granularity is not None:
-            _granularity(granularity)
+        if reshard_after_forward is not None:
+            checked_reshard(reshard_after_forward, ranks)
         if placements is None:
             return
         roles = named_roles(placements, ndim)
@@ -59,31 +68,64 @@ class _FullyShard:
         if roles.keeps_parameters and reshard_after_forward:
             raise ValueError(
                 f"fully_shard: expected reshard_after_forward=None or False with "
-                f"placements={placements!r}, which keeps parameters unsharded, got True; leave it "
-                f"out, or take placements='zero3'"
+                f"placements={placements!r}, which keeps parameters unsharded, got "
+                f"{reshard_after_forward!r}; leave it out, or take placements='zero3'"
             )
+
+    def check_values(
+        self,
+        name: str,
+        param: nn.Parameter,
+        placements: Sequence[Placement],
+        ranks: Sequence[int],
+        *,
+        granularity: Granularity | None,
+        quantize: Tiles | None,
+    ) -> None:
+        """Checks the granularity and the quantization of one parameter.
+
+        Args:
+            name: of the parameter, for errors.
+            param: of any dtype, before it is placed.
+            placements: of the parameter on the axes that fully_shard does not shard along.
+            ranks: of these axes.
+            granularity: None is the default.
+            quantize: None: it is not quantized.
+
+        Raises:
+            ValueError: they are out of range, or the parameter is no matrix; or the granularity or
+                other axes split tiles.
+        """
+        shape = largest_shape(param.shape, ranks, placements)
+        block = block_size(granularity, shape, name)
+        tiles = checked_tiles(quantize, param, None, name, extension=False)
+        if tiles is not None:
+            is_uneven = even_shape(param.shape, ranks, placements) is None
+            check_axes_of_tiles(tiles, param, shape, placements, name, is_uneven=is_uneven)
+            checked_block(tiles, granularity, block, shape, name)
 
     def __call__(
         self,
         module: nn.Module,
         *,
         mesh: DeviceMesh,
-        granularity: str | None = None,
-        reshard_after_forward: bool | None = None,
+        reshard_after_forward: bool | int | None = None,
+        shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+        quantize_fn: Callable[[nn.Parameter], Any] | None = None,
         ignored_params: Collection[nn.Parameter] = (),
         grad_placements_fn: api.GradPlacementsFn | None = None,
         placements: str | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
         offload_policy: OffloadPolicy | None = None,
     ) -> None:
-        """Calls `fsdp.fully_shard` with one granularity for all parameters.
+        """Calls `fsdp.fully_shard` for one module.
 
         Args:
             module: that is sharded, in place.
             mesh: of the axes that shard it.
-            granularity: of all parameters: "rows(32)", "block(1024)" or "whole"; None is the
-                default.
             reshard_after_forward: as of `fsdp.fully_shard`.
+            shard_placement_fn: as of `fsdp.fully_shard`.
+            quantize_fn: as of `fsdp.fully_shard`.
             ignored_params: as of `fsdp.fully_shard`.
             grad_placements_fn: as of `fsdp.fully_shard`.
             placements: as of `fsdp.fully_shard`, by name.
@@ -91,14 +133,14 @@ class _FullyShard:
             offload_policy: as of `fsdp.fully_shard`; None: nothing is offloaded.
 
         Raises:
-            ValueError: another granularity, or other placements.
+            ValueError: as `fsdp.fully_shard`.
         """
-        parsed = None if granularity is None else _granularity(granularity)
         api.fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=None if parsed is None else lambda param: parsed,
+            shard_placement_fn=shard_placement_fn,
+            quantize_fn=quantize_fn,
             grad_placements_fn=grad_placements_fn,
             ignored_params=set(ignored_params),
             placements=placements,
@@ -164,14 +206,3 @@ class _Settings:
 
 
 fully_shard = _FullyShard()
-
-
-def _granularity(text: str) -> Granularity:
-    found = re.fullmatch(r"whole|(rows|block)(?:\((\d*)\))?", text.strip().lower())
-    count = int((found and found[2]) or 1)
-    if found is None or count < 1:
-        raise ValueError(
-            f"fully_shard: expected granularity='rows(n)' or 'block(n)' with n >= 1, or 'whole', "
-            f"got {text!r}"
-        )
-    return Whole() if found[1] is None else Rows(count) if found[1] == "rows" else Block(count)

@@ -128,6 +128,7 @@ def apply_plan(
             f"{options} on {plan.mesh}",
             *map(str, lowered.ops),
             *map(str, plan.entries),
+            *(f"{name}: {values}" for name, values in lowered.shard_values.items()),
             *seed_descriptions(model),
         ],
         plan.mesh,
@@ -182,7 +183,7 @@ def _install(
         handles = tuple(
             install_eager(model, lowered.sites, schedules, lowered.indices, mesh, coverage)
         )
-        apply_fully_shard(model, lowered.fully_sharded, schedules, mesh)
+        apply_fully_shard(model, lowered.fully_sharded, schedules, lowered.shard_values, mesh)
         gradients = GradientReduction(
             model,
             any(schedule.reduces_at_end for schedule in schedules.values()),

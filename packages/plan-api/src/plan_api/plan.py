@@ -8,6 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from plan_api.inspect.explain import Explanation, explain, print_explanation
+from plan_api.lowering.fully_shard import entry_with_values
+from plan_api.lowering.lower import lower
 from plan_api.lowering.stage import entries_of_stage
 from plan_api.spec.plan_entries import PlanEntries
 from plan_api.spec.serialization import entries_from_json, entries_to_json
@@ -64,8 +66,27 @@ class Plan(PlanEntries):
         part._entries = [*entries_of_stage(self.entries, stage, model, last=last)]
         return part
 
+    def resolved(self, model: nn.Module) -> Self:
+        """Returns this plan with the values that functions return for a model's parameters.
+
+        Args:
+            model: on any device, ``meta`` included; it is not changed.
+
+        Raises:
+            ValueError: the plan does not fit the model.
+        """
+        lowered = lower(self, model)
+        plan = type(self)(self.mesh, cover=self.cover)
+        plan.of_stage = self.of_stage
+        plan._entries = [entry_with_values(entry, lowered) for entry in self.entries]
+        return plan
+
     def to_json(self) -> str:
-        """Returns this plan as text, for `from_json`."""
+        """Returns this plan as text, for `from_json`.
+
+        Raises:
+            ValueError: it has a function, which `resolved` replaces by its values for a model.
+        """
         return entries_to_json(self.entries, self.mesh, self.cover, self.of_stage)
 
     @classmethod

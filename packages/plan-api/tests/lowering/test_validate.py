@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 from plan_api import Phase, Plan, lower, parallelize
+from plan_api.inspect.explain import explain
 from testkit import CommLog, fake_mesh
 from testkit.models import TwoLinears
 
@@ -38,8 +39,8 @@ def _refused(model, plan, message, **options):
         (lambda plan: plan.shard("w", S0, "dp", unit=2.0), "an attribute.s name, got 2.0"),
         (lambda plan: plan.shard("w", S0, "dp", unit=True), "attribute's name, got True"),
         (
-            lambda plan: plan.fully_shard("", "dp", reshard_after_forward=2),
-            "expected True, False or None, got 2",
+            lambda plan: plan.fully_shard("", "dp", reshard_after_forward=0),
+            "expected True, False, None or a number of ranks, got 0",
         ),
     ],
     ids=["phase", "unit of nothing", "unit below", "unit of a float", "unit of a bool", "reshard"],
@@ -51,11 +52,95 @@ def test_invalid_values_are_refused_by_the_methods(mesh, call, message):
     assert plan.entries == ()
 
 
-@pytest.mark.parametrize("text", ["row(2)", "rows(0)", "whole(3)"])
-def test_an_unknown_granularity_is_refused_before_anything_changes(mesh, text):
+@pytest.mark.parametrize("value", ["rows(2)", 2, S0])
+def test_what_is_no_granularity_is_refused_by_the_method(mesh, value):
     pytest.importorskip("fsdp")
-    plan = Plan(mesh).shard(r".*weight", S0, "tp").fully_shard("", "dp", text)
-    _refused(TwoLinears(), plan, rf"test_validate.*granularity='{text[:3]}")
+    with pytest.raises(
+        ValueError,
+        match=r"granularity: expected Rows or Block or Whole of the package .* got",
+    ):
+        Plan(mesh).fully_shard("", "dp", value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"granularity": "Rows(0)"}, r"expected n >= 1 for parameter 'up.weight', got Rows\(n=0\)"),
+        ({"granularity": "{r'.*': Rows(0)}"}, "expected n >= 1 for parameter 'up.weight'"),
+        ({"granularity": "{r'uq.*': Rows()}"}, r"got 'uq\.\*', which match none"),
+        (
+            {"granularity": "{r'up.*': Rows(), r'.*weight': Rows()}"},
+            r"one pattern that matches up.weight, got 'up\.\*' and '\.\*weight'; make one",
+        ),
+        ({"granularity": "lambda param: 'row'"}, "up.weight: granularity: expected Rows .* 'row'"),
+        ({"quantize": "Tiles(rows=2, cols=2)"}, "expected None for 'up.bias', .* only matrices"),
+        (
+            {"quantize": "{r'.*weight': Tiles(rows=2, cols=2)}", "granularity": "Rows(1)"},
+            r"splits its tiles of 2 x 2; expected None, Rows\(2\)",
+        ),
+        ({"quantize": "{r'up.weight': Tiles(rows=128)}"}, "expected a multiple of 128 there"),
+        ({"reshard_after_forward": "3"}, "a factor of 2, .* got 3"),
+    ],
+    ids=[
+        "granularity", "by pattern", "no such parameter", "two patterns", "by function",
+        "no matrix", "tiles split", "tiles split by tp", "ranks after forward",
+    ],
+)  # fmt: skip
+def test_values_that_parameters_cannot_have_are_refused_before_anything_changes(
+    mesh, options, message
+):
+    fsdp = pytest.importorskip("fsdp")
+    given = {name: eval(value, vars(fsdp)) for name, value in options.items()}
+    plan = Plan(mesh).shard(r".*weight", S0, "tp").fully_shard("", "dp", **given)
+    _refused(TwoLinears(), plan, f"test_validate.*{message}")
+
+
+@pytest.mark.parametrize("option", ["granularity", "quantize", "offload_policy"])
+def test_policies_of_parameters_that_the_plan_shards_itself_are_refused(mesh, option):
+    fsdp = pytest.importorskip("fsdp")
+    value = {
+        "granularity": fsdp.Rows(),
+        "quantize": fsdp.Tiles(),
+        "offload_policy": CPUOffloadPolicy(),
+    }[option]
+    plan = Plan(mesh).shard(r"up\..*", S0, "dp").fully_shard("up", "dp", **{option: value})
+    message = rf"test_validate.*fully_shard.*for {option}, got only such as up.weight"
+    _refused(TwoLinears(), plan, message)
+    of_bias = {option: value} if option != "quantize" else {}
+    beside = Plan(mesh).shard("up.weight", S0, "dp").fully_shard("up", "dp", **of_bias)
+    assert lower(beside, TwoLinears()).fully_sharded
+
+
+def test_granularities_are_resolved_to_values_of_parameters(mesh):
+    """Functions, patterns and values; what is written are the values that functions returned."""
+    fsdp = pytest.importorskip("fsdp")
+    model, tiles = TwoLinears(), {r"up\.weight": fsdp.Tiles(torch.int8, 2, 2)}
+
+    def matrices(param):
+        return fsdp.Rows(2) if param.ndim == 2 else None
+
+    by_function = Plan(mesh).fully_shard("", "dp", matrices, quantize=tiles)
+    by_pattern = Plan(mesh).fully_shard("", "dp", {r".*weight": fsdp.Rows(2)}, quantize=tiles)
+    with pytest.raises(ValueError, match=r"to_json: .* by .*matrices.* plan.resolved"):
+        by_function.to_json()
+    resolved = by_function.resolved(model)
+    read = Plan.from_json(resolved.to_json(), mesh)
+    assert read.entries == resolved.entries
+    assert Plan.from_json(by_pattern.to_json(), mesh).entries == by_pattern.entries
+    values = {
+        "up.weight": "granularity=Rows(n=2), quantize=Tiles(rows=2, cols=2)",
+        "down.weight": "granularity=Rows(n=2)",
+    }
+    for plan in (by_function, by_pattern, resolved, read):
+        found = lower(plan, model).shard_values
+        assert {name: str(one) for name, one in found.items()} == values
+    nested = nn.ModuleDict({"inner": model})
+    found = lower(by_pattern.under("inner"), nested).shard_values
+    assert {name: str(one) for name, one in found.items()} == {
+        f"inner.{name}": text for name, text in values.items()
+    }
+    assert "fully_shard" in str(explain(by_pattern, model))
+    assert "granularity=Rows(n=2) (1 parameters)" in str(explain(by_pattern, model))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +254,8 @@ def test_a_reordered_sequence_needs_a_context_entry(mesh):
 
 
 def _text(mesh, change):
-    plan = Plan(mesh).shard("w", S0, "tp", unit=2).fully_shard("", "dp", "rows(2)")
+    rows = pytest.importorskip("fsdp").Rows(2)
+    plan = Plan(mesh).shard("w", S0, "tp", unit=2).fully_shard("", "dp", rows)
     assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries
     found = json.loads(plan.to_json())
     change(found)

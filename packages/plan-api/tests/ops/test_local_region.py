@@ -1,5 +1,6 @@
 """Modules on local tensors, tensors that forward makes, and the fsdp package by entry point."""
 
+import importlib
 import sys
 from importlib.metadata import EntryPoints
 
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from plan_api import Phase, Plan, lower, parallelize
-from plan_api.lowering import fully_shard
+from plan_api.spec import fully_shard_package
 from testkit import models, run_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -173,7 +174,7 @@ def test_the_factory_of_the_innermost_module_applies(mesh):
 def test_without_fsdp_the_error_names_it(mesh, model, monkeypatch, tmp_path):
     # The environment of all packages has it, and it is looked for once for each path.
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(fully_shard, "entry_points", lambda group: EntryPoints())
+    monkeypatch.setattr(fully_shard_package, "entry_points", lambda group: EntryPoints())
     with pytest.raises(ModuleNotFoundError, match="pip install fsdp"):
         lower(Plan(mesh).fully_shard(r"layers\.\d", "dp"), model)
 
@@ -190,7 +191,14 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused(mesh, model, axes, co
 def test_fully_shard_is_found_by_entry_point_and_applied_innermost_first(mesh, model, tmp_path):
     """A package that is installed as others are: metadata beside a module."""
     (tmp_path / "some_fsdp.py").write_text(
-        "calls = []\ndef fully_shard(module, **options):\n    calls.append((module, options))\n"
+        "import dataclasses\n"
+        "calls = []\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Size:\n    n: int = 1\n"
+        "def fully_shard(module, **options):\n"
+        "    fn = options.pop('shard_placement_fn', lambda param: None)\n"
+        "    calls.append((module, options, {fn(param) for param in module.parameters()}))\n"
+        "fully_shard.granularities = (Size,)\n"
     )
     info = tmp_path / "some_fsdp-1.dist-info"
     info.mkdir()
@@ -201,19 +209,20 @@ def test_fully_shard_is_found_by_entry_point_and_applied_innermost_first(mesh, m
     sys.path.insert(0, str(tmp_path))
     try:
         plan = Plan(mesh).shard("<in>", [R, R]).fully_shard("", "dp")
-        plan.fully_shard(r"layers\.[01]", "dp", "rows", False, replicate=2)
+        size = importlib.import_module("some_fsdp").Size(3)
+        plan.fully_shard(r"layers\.[01]", "dp", size, False, replicate=2)
         assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries
         parallelize(model, plan)
         calls = sys.modules["some_fsdp"].calls
     finally:
         sys.path.remove(str(tmp_path))
         sys.modules.pop("some_fsdp", None)
-    assert [module for module, _ in calls] == [model.layers[0], model.layers[1], model]
+    assert [module for module, *_ in calls] == [model.layers[0], model.layers[1], model]
     copies = calls[0][1]["mesh"]
     assert (copies.mesh_dim_names, copies.shape) == (("dp_replicate", "dp_shard"), (2, 1))
-    inner = {"mesh": copies, "granularity": "rows", "reshard_after_forward": False}
-    assert calls[0][1] == calls[1][1] == inner
+    inner = {"mesh": copies, "reshard_after_forward": False}
+    assert calls[0][1:] == calls[1][1:] == (inner, {size})
     assert calls[1][1]["mesh"] is copies, "its process groups are made once"
-    assert calls[2][1] == {"mesh": mesh["dp"], "granularity": None, "reshard_after_forward": None}
+    assert calls[2][1:] == ({"mesh": mesh["dp"], "reshard_after_forward": None}, {None})
     model(torch.randn(2, 4)).sum().backward()
     assert model.layers[2].down.weight.grad is not None  # nobody's to reduce but fsdp's

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fsdp import FSDPModule
+from fsdp import Block, FSDPModule, Rows, Tiles, Whole
 from plan_api import (
     Plan,
     StaticError,
@@ -38,7 +38,10 @@ llama = partial(models.llama, **HEADS)
 mixtral = partial(models.mixtral, **HEADS)
 
 
-def _llama(mesh, granularity="rows(2)", layer=LAYER, **options):
+_ROWS = Rows(2)
+
+
+def _llama(mesh, granularity=_ROWS, layer=LAYER, **options):
     plan = zoo.llama(mesh, dp="dp", sp=mesh.size(1) > 1)
     return plan.fully_shard(layer, "dp", granularity, **options).fully_shard("", "dp", **options)
 
@@ -57,7 +60,7 @@ def _mixtral(mesh, ep=None):
 def _layers_only(mesh, **options):
     """Embeddings, the last norm and the head are replicated along dp, and reduced by plan-api."""
     plan = zoo.llama(mesh, dp="dp", sp=mesh.size(1) > 1)
-    return plan.fully_shard(LAYER, "dp", "block(8)", **options)
+    return plan.fully_shard(LAYER, "dp", Block(8), **options)
 
 
 def _fallback(mesh):
@@ -68,7 +71,16 @@ def _fallback(mesh):
 
 CASES = {
     "llama": (llama, _llama),
-    "llama, whole": (llama, partial(_llama, granularity="whole", reshard_after_forward=False)),
+    "llama, whole": (llama, partial(_llama, granularity=Whole(), reshard_after_forward=False)),
+    "llama, by pattern": (llama, partial(_llama, granularity={rf"{LAYER}\..*proj\.weight": _ROWS})),
+    "llama, by function": (
+        llama,
+        partial(_llama, granularity=lambda param: Whole() if param.ndim == 1 else None),
+    ),
+    "llama, quantized": (
+        llama,
+        partial(_llama, granularity=None, quantize={rf"{LAYER}\.mlp\..*": Tiles(rows=8, cols=8)}),
+    ),
     "llama, layers only": (llama, _layers_only),
     "llama, layers by ZeRO-2": (llama, partial(_layers_only, placements="zero2")),
     "llama, ZeRO-1": (llama, partial(_llama, placements="zero1")),
@@ -83,6 +95,7 @@ CASES = {
 }
 FAST = (
     "llama, bfloat16",
+    "llama, quantized",
     "llama, layers by ZeRO-2",
     "llama, an eager fallback",
     "mixtral, experts divided along dp",
@@ -181,6 +194,33 @@ def test_replicas_microbatches_and_deferred_parameters_train_bit_for_bit_as_in_e
             assert found[name][1] == losses, name
 
 
+@pytest.mark.parametrize(
+    "shape", [(4, 1), pytest.param((4, 2), marks=pytest.mark.slow)], ids=["FSDP", "FSDP x TP + SP"]
+)
+def test_backward_gathers_over_the_ranks_of_reshard_after_forward(shape):
+    """Both modes, to the bits of gathers over all ranks."""
+
+    def check():
+        mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")), []
+        make = partial(llama, num_hidden_layers=1)
+        expected = _train(parallelize(make(), _llama(mesh)))
+        for mode in ("eager", "static"):
+            model = parallelize(make(), _llama(mesh, reshard_after_forward=2), mode=mode)
+            assert expected.differences(_train(model)) == []
+            meshes = {
+                name: group.all_gather.post_forward_mesh
+                for name, module in model.named_modules()
+                if isinstance(module, FSDPModule)
+                for group in module._get_fsdp_state().groups
+            }
+            assert set(meshes) == {"", "model.layers.0"}
+            found += [tuple(one.shape) for one in meshes.values()]
+        return found
+
+    for shapes in run_ranks(check, shape[0] * shape[1], timeout=300):
+        assert set(shapes) == {(2, 2)}
+
+
 @pytest.mark.slow
 def test_replicas_of_flattened_axes_train_as_those_of_an_axis_of_their_own():
     """Parameters and norms bit for bit; neighbours of the four ranks are one replica either way.
@@ -199,7 +239,7 @@ def test_replicas_of_flattened_axes_train_as_those_of_an_axis_of_their_own():
         ):
             plan = zoo.llama(mesh, tp=None, dp=axes)
             for path in (LAYER, ""):
-                plan.fully_shard(path, axes, "rows(2)", **options)
+                plan.fully_shard(path, axes, Rows(2), **options)
             trained.append(_train(parallelize(llama(), plan, mode=mode)))
         expected, *flat = trained
         for one in flat:

@@ -98,10 +98,21 @@ def checked_reshard(reshard_after_forward: object, size: int) -> tuple[bool, int
 
 
 def post_forward_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """Returns a mesh of the same ranks whose last axis has `size` neighbours; it is made once."""
-    return _made_once(
-        mesh, f"post-forward {size}", lambda: DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
-    )
+    """Returns a mesh of two axes, of the ranks that shard, the last of `size` neighbours.
+
+    It is made once. Axes with names are split in their root mesh, where ranks of other axes, as of
+    tensor parallelism, make their own at the same time.
+    """
+
+    def make() -> DeviceMesh:
+        if mesh.mesh_dim_names is None:
+            return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
+        name = mesh.mesh_dim_names[-1]
+        names = (f"{name}_replicate_after_forward_{size}", f"{name}_shard_after_forward_{size}")
+        axis = mesh if mesh.ndim == 1 else mesh[name]
+        return axis._unflatten(0, (axis.size() // size, size), names)
+
+    return _made_once(mesh, f"post-forward {size}", make)
 
 
 def optimizer_mesh(mesh: DeviceMesh) -> DeviceMesh:

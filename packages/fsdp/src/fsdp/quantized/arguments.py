@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch.distributed.tensor.placement_types import Placement
 
 from fsdp.mesh import ParamPlacement
 from fsdp.quantized.tiles import Tiles
 from ragged_shard import InterleavedShard, dim_of
 
-__all__ = ["checked_block", "checked_tiles"]
+__all__ = ["check_axes_of_tiles", "checked_block", "checked_tiles"]
 
 
 def checked_tiles(
@@ -50,25 +53,53 @@ def checked_tiles(
         )
     if placement is None:
         return tiles
-    if placement.is_uneven:
+    check_axes_of_tiles(
+        tiles, param, placement.shape, placement.spec.placements, name,
+        is_uneven=placement.is_uneven,
+    )  # fmt: skip
+    return tiles
+
+
+def check_axes_of_tiles(
+    tiles: Tiles,
+    param: torch.Tensor,
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    name: str,
+    *,
+    is_uneven: bool,
+) -> None:
+    """Refuses axes that split the tiles of a parameter.
+
+    Args:
+        tiles: of the parameter.
+        param: the original parameter.
+        shape: the largest of the ranks' local tensors.
+        placements: of the parameter on axes of other parallelism.
+        name: of the parameter, for errors.
+        is_uneven: whether these axes give ranks different numbers of rows.
+
+    Raises:
+        ValueError: naming the parameter, and the sizes that would not split tiles.
+    """
+    if is_uneven:
         raise ValueError(
             f"fully_shard: quantize_fn: expected None for {name!r} of {tuple(param.shape)}, of "
             f"which other axes have different numbers of rows, got {tiles}; pad dim 0"
         )
-    for one in placement.spec.placements:
+    for one in placements:
         dim = dim_of(one)
         if dim is None:
             continue
         size = {param.ndim - 2: tiles.rows, param.ndim - 1: tiles.cols}.get(dim, 1)
         chunks = one.interleaves if isinstance(one, InterleavedShard) else 1
-        if placement.shape[dim] % (chunks * size):
+        if shape[dim] % (chunks * size):
             raise ValueError(
                 f"fully_shard: {name!r} of {tuple(param.shape)} is sharded by {one} on another "
-                f"axis into {tuple(placement.shape)}, which splits its tiles of {tiles.rows} x "
+                f"axis into {tuple(shape)}, which splits its tiles of {tiles.rows} x "
                 f"{tiles.cols}; expected a multiple of {chunks * size} there, smaller tiles, or "
                 f"None of quantize_fn"
             )
-    return tiles
 
 
 def checked_block(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -9,13 +11,14 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.lowering.ir import HookPoint, OpKind, Override, SiteStep
+from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Override, SiteStep
 from plan_api.lowering.lower import lower
-from plan_api.lowering.model_names import named_state
+from plan_api.lowering.model_names import is_inside, named_state
 from plan_api.runtime.local_shards import local_shape
 from plan_api.spec.entry import Entry
 from plan_api.spec.placements import format_placement
 from plan_api.spec.plan_entries import PlanEntries
+from plan_api.spec.policies import VALUES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,7 +32,7 @@ class ExplanationRow:
 
     Attributes:
         site: the path of the module.
-        hook: the phase of a parameter, or the hook.
+        hook: the phase of a parameter, or the hook; or fully_shard, of a module.
         tensor: its name there, with the number or name of the argument.
         before: the placement along each axis before the hook; empty where the plan does not say it.
         after: the placement along each axis after the hook.
@@ -143,7 +146,25 @@ def explain(plan: PlanEntries, model: nn.Module) -> Explanation:
                     _placements(step, plan, "dst"), _gradient(step, plan), size, ", ".join(lines),
                 )
             )  # fmt: skip
+    rows += _fully_sharded_rows(lowered)
     return Explanation(tuple(rows), lowered.overrides)
+
+
+def _fully_sharded_rows(lowered: Lowered) -> Iterator[ExplanationRow]:
+    """Yields a row for each module that fully_shard is applied to, with its options."""
+    of_modules: dict[str, Counter[str]] = {path: Counter() for path in lowered.fully_sharded}
+    for name, values in lowered.shard_values.items():
+        inside = [path for path in of_modules if is_inside(name, path)]
+        of_modules[max(inside, key=len)][str(values)] += 1
+    for path, entry in lowered.fully_sharded.items():
+        options = [
+            f"{name}={value}"
+            for name, value in entry.options
+            if name not in VALUES and value is not None
+        ]
+        counted = [f"{text} ({count} parameters)" for text, count in of_modules[path].items()]
+        shown = ", ".join([f"over {' x '.join(entry.axes)}", *options, *counted])
+        yield ExplanationRow(path, "fully_shard", "", "", shown, "", "", entry.line)
 
 
 def print_explanation(explanation: Explanation) -> None:

@@ -19,11 +19,13 @@ from typing import Any, TypeAlias
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.lowering.model_names import is_inside
+from plan_api.spec.entry import Entry
 from plan_api.spec.placements import format_placement
+from plan_api.spec.policies import PolicyValue
 
 __all__ = [
     "AxisMove", "EntryRef", "ExpertIndices", "FullyShard", "HookPoint", "Lowered", "Op", "OpKind",
-    "Override", "PhasePlacements", "Schedule", "Site", "SiteStep", "TokenDispatch",
+    "Override", "PhasePlacements", "Schedule", "ShardValues", "Site", "SiteStep", "TokenDispatch",
     "gradient_placements",
 ]  # fmt: skip
 
@@ -317,6 +319,11 @@ class FullyShard:
     text: str
     line: str = field(default="", compare=False)
 
+    @classmethod
+    def of(cls, entry: Entry) -> FullyShard:
+        """Returns what an entry of a plan applies to each of its modules."""
+        return cls(entry.axes, entry.options, str(entry), entry.line)
+
     def __str__(self) -> str:
         return self.text
 
@@ -324,6 +331,23 @@ class FullyShard:
     def description(self) -> str:
         """The entry with its source line, as error messages begin."""
         return f"{self.line}: {self.text}" if self.line else self.text
+
+
+@dataclass(frozen=True)
+class ShardValues:
+    """The values of options of fully_shard that one parameter has.
+
+    Attributes:
+        granularity: of its shards; None is the package's default.
+        quantize: the form in which it is gathered; None: as it is.
+    """
+
+    granularity: PolicyValue | None = None
+    quantize: PolicyValue | None = None
+
+    def __str__(self) -> str:
+        shown = {"granularity": self.granularity, "quantize": self.quantize}
+        return ", ".join(f"{name}={one}" for name, one in shown.items() if one is not None)
 
 
 @dataclass(frozen=True)
@@ -348,6 +372,7 @@ class Lowered:
         schedules: of the parameters and buffers that the plan names, by their first name.
         indices: the arguments that index into sharded parameters, by the path of their module.
         fully_sharded: the modules that the fsdp package is applied to, by path.
+        shard_values: of the parameters of these modules that have any, by their first names.
         eager: the modules that run on DTensors in static mode; none is inside another.
     """
 
@@ -357,6 +382,7 @@ class Lowered:
     schedules: Mapping[str, Schedule]
     indices: Mapping[str, Sequence[ExpertIndices]]
     fully_sharded: Mapping[str, FullyShard]
+    shard_values: Mapping[str, ShardValues]
     eager: tuple[str, ...]
 
     def runs_on_dtensors(self, path: str) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from plan_api.lowering.expert_indices import expert_indices
+from plan_api.lowering.fully_shard import values_of_parameters
 from plan_api.lowering.ir import EntryRef, FullyShard, HookPoint, Lowered, Op, OpKind, Override
 from plan_api.lowering.model_names import is_inside, named_state, resolve_argument, suggest_names
 from plan_api.lowering.passes import fuse, phase_placements, resolve_overrides, schedules
@@ -67,7 +68,8 @@ def lower(plan: PlanEntries, model: nn.Module, *, strict: bool = False) -> Lower
     if plan.cover:
         check_cover(model, placed)
     fully_sharded = {name: entries[-1] for name, entries in entries_of_modules.items()}
-    validate(model, ops, placed, fully_sharded, plan.mesh, of_stage=plan.of_stage)
+    values = values_of_parameters(model, fully_sharded, placed, plan.mesh, of_stage=plan.of_stage)
+    validate(model, ops, placed, fully_sharded, values, plan.mesh, of_stage=plan.of_stage)
     return Lowered(
         tuple(ops),
         tuple(overrides),
@@ -75,6 +77,7 @@ def lower(plan: PlanEntries, model: nn.Module, *, strict: bool = False) -> Lower
         MappingProxyType(placed),
         MappingProxyType(expert_indices(ops, model, placed, plan.mesh)),
         MappingProxyType(fully_sharded),
+        MappingProxyType(values),
         _resolve_eager(plan, model),
     )
 
@@ -136,7 +139,7 @@ def _resolve_fully_shard(plan: PlanEntries, model: nn.Module) -> dict[str, tuple
     found: dict[str, tuple[FullyShard, ...]] = {}
     for entry in plan.entries:
         if entry.kind is EntryKind.FULLY_SHARD:
-            fully_shard = FullyShard(entry.axes, entry.options, str(entry), entry.line)
+            fully_shard = FullyShard.of(entry)
             for name, _ in model.named_modules():
                 if entry.path.matches(name):
                     found[name] = (*found.get(name, ()), fully_shard)

@@ -15,6 +15,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.lowering.expert_indices import (
@@ -23,7 +24,7 @@ from plan_api.lowering.expert_indices import (
     experts_of_ranks,
     indexing_steps,
 )
-from plan_api.lowering.fully_shard import entry_for, find_fully_shard, is_sharded_by_plan
+from plan_api.lowering.fully_shard import entry_for, is_sharded_by_plan
 from plan_api.lowering.ir import (
     EntryRef,
     FullyShard,
@@ -33,12 +34,17 @@ from plan_api.lowering.ir import (
     Override,
     PhasePlacements,
     Schedule,
+    ShardValues,
 )
 from plan_api.lowering.model_names import is_inside, named_state, resolve_argument
 from plan_api.spec.axes import axis_names
+from plan_api.spec.fully_shard_package import find_fully_shard
 from plan_api.spec.placements import format_placement
+from plan_api.spec.policies import POLICIES, VALUES
 
 __all__ = ["check_buckets", "check_cover", "check_overrides", "check_phases", "validate"]
+
+_OF_PARAMETERS = (*POLICIES, *VALUES)
 
 
 def validate(
@@ -46,6 +52,7 @@ def validate(
     ops: Sequence[Op],
     schedules: Mapping[str, Schedule],
     fully_sharded: Mapping[str, FullyShard],
+    values: Mapping[str, ShardValues],
     mesh: DeviceMesh,
     *,
     of_stage: bool = False,
@@ -57,6 +64,7 @@ def validate(
         ops: of the plan, those that apply.
         schedules: of parameters and buffers, by their first names.
         fully_sharded: modules that fsdp is applied to, by path.
+        values: of options of fully_shard, by the first names of parameters.
         mesh: of the plan.
         of_stage: whether other entries of the plan apply to other stages of a pipeline.
 
@@ -65,9 +73,11 @@ def validate(
         ModuleNotFoundError: the plan asks for fully_shard, and no package offers it.
     """
     for entry in dict.fromkeys(fully_sharded.values()):
-        _check_options(entry, mesh)
         _check_replicate(entry, mesh)
+        _check_options(entry, mesh)
+    _check_policies_apply(model, schedules, fully_sharded, mesh)
     _check_phases_of_fully_sharded(ops, schedules, fully_sharded, mesh)
+    _check_values(model, schedules, fully_sharded, values, mesh)
     _check_dtypes_of_fully_sharded(model, schedules, fully_sharded, mesh)
     _check_interleaved_dims(ops, schedules, mesh)
     _check_local_regions(ops)
@@ -158,23 +168,96 @@ def check_buckets(
 
 def _check_options(entry: FullyShard, mesh: DeviceMesh) -> None:
     """Refuses what the package would refuse once other parameters are placed."""
-    check = getattr(find_fully_shard(entry), "check", None)
+    check = getattr(find_fully_shard(entry.description), "check", None)
     if check is None:
         return
     given = dict(entry.options)
-    options = {"granularity": given.get("granularity")}
-    if "placements" in given:
-        divides = given.get("replicate", 1) != 1
-        options |= {
-            "placements": given["placements"],
-            "reshard_after_forward": given.get("reshard_after_forward"),
-            "ndim": 2 if divides else 1 if given.get("flat") else len(entry.axes),
-            "other_axes": tuple(axis for axis in axis_names(mesh) if axis not in entry.axes),
-        }
+    divides = given.get("replicate", 1) != 1
     try:
-        check(**options)
+        check(
+            placements=given.get("placements"),
+            reshard_after_forward=given.get("reshard_after_forward"),
+            ndim=2 if divides else 1 if given.get("flat") else len(entry.axes),
+            ranks=_sharding_ranks(entry, mesh),
+            other_axes=tuple(axis for axis in axis_names(mesh) if axis not in entry.axes),
+        )
     except ValueError as error:
         raise ValueError(f"{entry.description}: {error}") from None
+
+
+def _sharding_ranks(entry: FullyShard, mesh: DeviceMesh) -> int:
+    """Returns the number of ranks that one copy of the parameters is sharded over."""
+    options = dict(entry.options)
+    if options.get("flat"):
+        return mesh[entry.axes].size() // int(options.get("replicate", 1))
+    return mesh[entry.axes[-1]].size() // int(options.get("replicate", 1))
+
+
+def _check_policies_apply(
+    model: nn.Module,
+    schedules: Mapping[str, Schedule],
+    fully_sharded: Mapping[str, FullyShard],
+    mesh: DeviceMesh,
+) -> None:
+    """Refuses policies of entries whose parameters the plan itself shards along the same axes."""
+    applies: set[FullyShard] = set()
+    left_out: dict[FullyShard, str] = {}  # with a parameter that the plan itself shards
+    for name, _ in model.named_parameters():
+        entry = entry_for(name, fully_sharded)
+        if entry is None:
+            continue
+        if is_sharded_by_plan(name, entry, schedules, mesh):
+            left_out.setdefault(entry, name)
+        else:
+            applies.add(entry)
+    for entry, name in left_out.items():
+        given = [option for option, one in entry.options if option in _OF_PARAMETERS and one]
+        if given and entry not in applies:
+            raise ValueError(
+                f"{entry.description}: expected parameters that fully_shard shards, for "
+                f"{' and '.join(given)}, got only such as {name}, which other entries shard along "
+                f"{', '.join(entry.axes)}; leave {' and '.join(given)} out"
+            )
+
+
+def _check_values(
+    model: nn.Module,
+    schedules: Mapping[str, Schedule],
+    fully_sharded: Mapping[str, FullyShard],
+    values: Mapping[str, ShardValues],
+    mesh: DeviceMesh,
+) -> None:
+    """Refuses granularities and forms that the package would refuse for a parameter."""
+    for name, param in model.named_parameters():
+        entry = entry_for(name, fully_sharded)
+        if entry is None or name not in values:
+            continue
+        check = getattr(find_fully_shard(entry.description), "check_values", None)
+        if check is None:
+            return
+        placements, axes = _placements_of(name, schedules, mesh), axis_names(mesh)
+        others = [axis for axis in range(mesh.ndim) if axes[axis] not in entry.axes]
+        given = {
+            option: None if (one := getattr(values[name], option)) is None else one.make()
+            for option in VALUES
+        }
+        try:
+            check(
+                name,
+                param,
+                [placements[axis] for axis in others],
+                [mesh.size(axis) for axis in others],
+                **given,
+            )
+        except ValueError as error:
+            raise ValueError(f"{entry.description}: {error}") from None
+
+
+def _placements_of(
+    name: str, schedules: Mapping[str, Schedule], mesh: DeviceMesh
+) -> tuple[Placement, ...]:
+    """Returns the placements of a parameter while its module runs."""
+    return schedules[name].run if name in schedules else (Replicate(),) * mesh.ndim
 
 
 def _check_replicate(entry: FullyShard, mesh: DeviceMesh) -> None:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.lowering.fully_shard import find_fully_shard, is_sharded_by_plan
-from plan_api.lowering.ir import FullyShard, Schedule
+from plan_api.lowering.fully_shard import is_sharded_by_plan
+from plan_api.lowering.ir import FullyShard, Schedule, ShardValues
 from plan_api.lowering.model_names import is_inside
-from plan_api.spec.policies import PolicyValue
+from plan_api.spec.fully_shard_package import find_fully_shard
+from plan_api.spec.policies import VALUES, PolicyValue
 
 __all__ = ["apply_fully_shard"]
+
+_ARGUMENTS = {"granularity": "shard_placement_fn", "quantize": "quantize_fn"}
 
 
 def apply_fully_shard(
     model: nn.Module,
     entries: Mapping[str, FullyShard],
     schedules: Mapping[str, Schedule],
+    values: Mapping[str, ShardValues],
     mesh: DeviceMesh,
     grad_placements_fn: Callable[[nn.Parameter], Sequence[Placement] | None] | None = None,
 ) -> None:
@@ -32,13 +37,14 @@ def apply_fully_shard(
         model: whose parameters are placed.
         entries: by module path, the last that names it.
         schedules: of parameters, by their first names.
+        values: granularities, and forms in which parameters are gathered, by their first names.
         mesh: of the plan.
         grad_placements_fn: see `find_fully_shard`; None: modules compute with DTensors.
     """
     if not entries:
         return
     # Once for all modules: the metadata of all installed packages are read.
-    fully_shard = find_fully_shard(next(iter(entries.values())))
+    fully_shard = find_fully_shard(next(iter(entries.values())).description)
     # Each mesh is made once: it may have process groups of its own.
     meshes: dict[tuple[Any, ...], DeviceMesh] = {}
     for path in sorted(entries, key=lambda path: -path.count(".") if path else 1):
@@ -46,7 +52,18 @@ def apply_fully_shard(
         options = {
             name: value.make() if isinstance(value, PolicyValue) else value
             for name, value in entry.options
+            if name not in VALUES
         }
+        if any(value is not None for name, value in entry.options if name in VALUES):
+            # By the parameters that modules have now: DTensors, which replace those of the plan.
+            of_param = {
+                id(param): values[name]
+                for name, param in model.named_parameters()
+                if name in values
+            }
+            for name in VALUES:
+                if dict(entry.options).get(name) is not None:
+                    options[_ARGUMENTS[name]] = partial(_value_of, of_param, name)
         key = entry.axes, options.pop("flat", False), options.pop("replicate", 1)
         if key not in meshes:
             meshes[key] = _mesh_of(entry, mesh)
@@ -60,6 +77,11 @@ def apply_fully_shard(
         if grad_placements_fn is not None:
             options["grad_placements_fn"] = grad_placements_fn
         fully_shard(model.get_submodule(path), mesh=meshes[key], **options)
+
+
+def _value_of(of_param: Mapping[int, ShardValues], option: str, param: nn.Parameter) -> Any:
+    value = getattr(of_param.get(id(param)), option, None)
+    return None if value is None else value.make()
 
 
 def _mesh_of(entry: FullyShard, mesh: DeviceMesh) -> DeviceMesh:

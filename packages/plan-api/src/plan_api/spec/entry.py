@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
 
+from plan_api.spec.param_values import ParamValues
 from plan_api.spec.path import PathKind, TensorPath
 
 __all__ = ["Entry", "EntryKind", "Phase"]
@@ -112,6 +113,14 @@ class Entry:
         back = "" if self.grad_dst is None else f"->{self.grad_dst[at]}"
         back = back if self.grad_src is None else f"{self.grad_src[at]}{back}"
         return f"{self.axes[at]}={before}{self.dst[at]}{f' (gradient {back})' if back else ''}"
+
+    def under(self, prefix: str) -> Entry:
+        """Returns the entry in a model that has this one's as its submodule ``prefix``."""
+        options = tuple(
+            (name, value.under(prefix) if isinstance(value, ParamValues) else value)
+            for name, value in self.options
+        )
+        return replace(self, path=self.path.under(prefix), options=options)
 
     @property
     def description(self) -> str:

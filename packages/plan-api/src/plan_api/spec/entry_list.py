@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -48,7 +47,7 @@ class EntryList:
         """Returns the plan of a model that has this plan's model as its submodule ``prefix``."""
         nested = type(self)(self.mesh, cover=self.cover)
         nested.of_stage = self.of_stage
-        nested._entries = [replace(entry, path=entry.path.under(prefix)) for entry in self._entries]
+        nested._entries = [entry.under(prefix) for entry in self._entries]
         return nested
 
     def __or__(self, other: Self) -> Self:

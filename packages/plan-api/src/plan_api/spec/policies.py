@@ -1,4 +1,4 @@
-"""The policies of torch's fully_shard in plans: values that plans store, print and compare."""
+"""The policies of fully_shard in plans: values that plans store, print and compare."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["POLICIES", "PolicyValue"]
+from plan_api.spec.fully_shard_package import value_classes
 
-_Value: TypeAlias = torch.dtype | bool | None
-# By the option of fully_shard, the classes that it may have.
+__all__ = ["POLICIES", "VALUES", "PolicyValue"]
+
+_Stored: TypeAlias = torch.dtype | bool | int | None
+# By the option of fully_shard, the classes of torch that it may have.
 POLICIES: Mapping[str, tuple[type[Any], ...]] = {
     "mp_policy": (MixedPrecisionPolicy,),
     "offload_policy": (OffloadPolicy, CPUOffloadPolicy),
 }
+# The options whose classes the fsdp package has, and that parameters may have different values of.
+VALUES = ("granularity", "quantize")
 
 
 @dataclass(frozen=True)
 class PolicyValue:
-    """A policy of torch, of which some cannot be hashed, and none can be written as JSON.
+    """A policy of torch or of the fsdp package: some cannot be hashed, none be written as JSON.
 
     Attributes:
         kind: the class.
@@ -30,32 +34,35 @@ class PolicyValue:
     """
 
     kind: type[Any]
-    fields: tuple[tuple[str, _Value], ...]
+    fields: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def of(cls, what: str, option: str, policy: Any) -> PolicyValue:
+    def of(cls, what: str, option: str, policy: Any, *, by_function: bool = False) -> PolicyValue:
         """Returns the value of a policy.
 
         Args:
             what: begins messages.
-            option: ``mp_policy`` or ``offload_policy``.
+            option: of fully_shard.
             policy: any value.
+            by_function: whether a function has returned it, so that it may have objects which only
+                this process has.
 
         Raises:
-            ValueError: it is no such policy, or has something else than dtypes and flags.
+            ValueError: it is no such policy, or has something else than dtypes, numbers and flags.
         """
-        kind = type(policy)
-        if kind not in POLICIES[option]:
-            expected = " or ".join(one.__name__ for one in POLICIES[option])
-            raise ValueError(f"{what}: {option}: expected {expected} of torch, got {policy!r}")
+        kind, classes = type(policy), _classes(what, option)
+        if kind not in classes:
+            expected = " or ".join(one.__name__ for one in classes) or "None"
+            source = "torch" if option in POLICIES else "the package that offers fully_shard"
+            raise ValueError(f"{what}: {option}: expected {expected} of {source}, got {policy!r}")
         fields = []
         for field in dataclasses.fields(kind):
             value = getattr(policy, field.name)
-            if not isinstance(value, (torch.dtype, bool, type(None))):
+            if not (by_function or isinstance(value, _Stored)):
                 raise ValueError(
-                    f"{what}: {option}: expected dtypes and flags, which a plan can store, got "
-                    f"{field.name}={value!r}; leave it out, or call fsdp.fully_shard after "
-                    f"parallelize"
+                    f"{what}: {option}: expected dtypes, numbers and flags, which a plan can "
+                    f"store, got {field.name}={value!r}; leave it out, or call fsdp.fully_shard "
+                    f"after parallelize"
                 )
             if value != field.default:
                 fields.append((field.name, value))
@@ -66,7 +73,17 @@ class PolicyValue:
         return self.kind(**dict(self.fields))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the class's name and the fields; dtypes as ``"bfloat16"``."""
+        """Returns the class's name and the fields; dtypes as ``"bfloat16"``.
+
+        Raises:
+            ValueError: a function has returned it, with an object that JSON cannot have.
+        """
+        for name, value in self.fields:
+            if not isinstance(value, _Stored):
+                raise ValueError(
+                    f"to_json: expected dtypes, numbers and flags, got {self.kind.__name__} with "
+                    f"{name}={value!r}, which a function has returned; return a value without it"
+                )
         return {"policy": self.kind.__name__} | {
             name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
             for name, value in self.fields
@@ -77,13 +94,17 @@ class PolicyValue:
         """Reads what `to_json` returned.
 
         Raises:
-            ValueError: it is something else, or this torch has no such field or dtype.
+            ValueError: it is something else, or this torch or package has no such field or dtype.
         """
         given = dict(value) if isinstance(value, Mapping) else {}
-        kind = {one.__name__: one for one in POLICIES[option]}.get(given.pop("policy", None))
+        kinds = {one.__name__: one for one in _classes(what, option)}
+        kind = kinds.get(given.pop("policy", None))
         known = [] if kind is None else [field.name for field in dataclasses.fields(kind)]
         if kind is None or not set(given) <= set(known):
-            raise ValueError(f"{what}: {option}: expected a policy of this torch, got {value!r}")
+            raise ValueError(
+                f"{what}: {option}: expected a policy such as "
+                f'{{"policy": "{next(iter(kinds), "")}"}}, of {", ".join(kinds)}, got {value!r}'
+            )
         fields = {
             name: getattr(torch, one, one) if isinstance(one, str) else one
             for name, one in given.items()
@@ -91,4 +112,12 @@ class PolicyValue:
         return cls.of(what, option, kind(**fields))
 
     def __repr__(self) -> str:
-        return f"{self.kind.__name__}({', '.join(f'{name}={one}' for name, one in self.fields)})"
+        shown = [
+            f"{name}={value if isinstance(value, _Stored) else type(value).__name__}"
+            for name, value in self.fields
+        ]
+        return f"{self.kind.__name__}({', '.join(shown)})"
+
+
+def _classes(what: str, option: str) -> tuple[type[Any], ...]:
+    return POLICIES[option] if option in POLICIES else value_classes(what, option)

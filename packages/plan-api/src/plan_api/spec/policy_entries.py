@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from plan_api.spec.arguments import Axes
 from plan_api.spec.entry import EntryKind
 from plan_api.spec.entry_list import EntryList
+from plan_api.spec.param_values import ParamValues, ValueOption
 from plan_api.spec.policies import PolicyValue
 
 __all__ = ["PolicyEntries"]
@@ -22,14 +23,15 @@ class PolicyEntries(EntryList):
         self,
         path: str,
         mesh: Axes,
-        granularity: str | None = None,
-        reshard_after_forward: bool | None = None,
+        granularity: ValueOption = None,
+        reshard_after_forward: bool | int | None = None,
         *,
         flat: bool = False,
         replicate: int = 1,
         placements: str | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
         offload_policy: OffloadPolicy | None = None,
+        quantize: ValueOption = None,
     ) -> Self:
         """Applies the fsdp package to modules, after all other parameters are placed.
 
@@ -39,9 +41,14 @@ class PolicyEntries(EntryList):
         Args:
             path: of modules.
             mesh: the axes: one to shard on, or two, of which the first replicates (HSDP).
-            granularity: of the shards, as fsdp takes it.
+            granularity: the runs of elements that sharding keeps on one rank: a value of the
+                package, such as ``fsdp.Rows(32)``, for all parameters; or values by patterns of
+                the parameters' full names; or a function of a parameter, as fsdp's
+                ``shard_placement_fn``, which is called when the plan is lowered. None is fsdp's
+                default, and that of parameters that no pattern matches.
             reshard_after_forward: whether parameters are gathered again in backward; None: all but
-                those of the root.
+                those of the root. A number of ranks: between forward and backward they are sharded
+                over as many neighbouring ranks only.
             flat: whether several axes are flattened into one to shard on.
             replicate: the number of replicas on one axis, or on axes that ``flat`` makes one, each
                 on neighbouring ranks (HSDP where the batch is sharded along this axis once).
@@ -51,22 +58,21 @@ class PolicyEntries(EntryList):
                 None: those of the parameters.
             offload_policy: torch's: ``CPUOffloadPolicy()`` keeps shards and gradients on the host.
                 None: they are on the mesh's device.
+            quantize: in which form parameters are gathered, such as ``fsdp.Tiles()``: a value,
+                values by patterns, or a function, as for ``granularity``. None: as they are.
 
         Raises:
-            ValueError: as `shard`; or the path names a tensor; or a policy is none of torch's, or
-                has a function, which `to_json` cannot write. `parallelize` refuses a granularity
-                or placements that the package does not have on these axes, and parameters with
-                phases along the same axes.
+            ValueError: as `shard`; or the path names a tensor; or a policy or value is none of
+                torch's or the package's, or has an object that a plan cannot store.
+                `parallelize` refuses values that parameters cannot have, patterns that match no
+                parameter or one that another matches, policies of modules whose parameters the
+                plan itself shards along these axes, placements that the package does not have on
+                them, and parameters with phases along them.
         """
-        if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-            raise ValueError(
-                f"fully_shard({path!r}): reshard_after_forward: expected True, False or None, got "
-                f"{reshard_after_forward!r}: parameters of a plan are DTensors, which cannot be "
-                f"resharded to fewer ranks"
-            )
+        what = f"fully_shard({path!r})"
         options: dict[str, Any] = {
-            "granularity": granularity,
-            "reshard_after_forward": reshard_after_forward,
+            "granularity": ParamValues.of(what, "granularity", granularity),
+            "reshard_after_forward": _checked_reshard(what, reshard_after_forward),
         }
         options |= {"flat": True} if flat else {}
         if isinstance(replicate, SupportsIndex):
@@ -75,7 +81,9 @@ class PolicyEntries(EntryList):
         options |= {"placements": placements} if placements is not None else {}
         for name, policy in (("mp_policy", mp_policy), ("offload_policy", offload_policy)):
             if policy is not None:
-                options[name] = PolicyValue.of(f"fully_shard({path!r})", name, policy)
+                options[name] = PolicyValue.of(what, name, policy)
+        if quantize is not None:
+            options["quantize"] = ParamValues.of(what, "quantize", quantize)
         return self._add(EntryKind.FULLY_SHARD, path, mesh, None, options=options)
 
     def eager(self, path: str) -> Self:
@@ -92,3 +100,14 @@ class PolicyEntries(EntryList):
             ValueError: the path names a tensor.
         """
         return self._add(EntryKind.EAGER, path, (), None)
+
+
+def _checked_reshard(what: str, reshard: object) -> bool | int | None:
+    if reshard is None or isinstance(reshard, bool):
+        return reshard
+    if not isinstance(reshard, SupportsIndex) or operator.index(reshard) < 1:
+        raise ValueError(
+            f"{what}: reshard_after_forward: expected True, False, None or a number of ranks, got "
+            f"{reshard!r}"
+        )
+    return operator.index(reshard)

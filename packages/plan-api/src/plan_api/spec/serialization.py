@@ -16,9 +16,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.spec.axes import resolve_axes
 from plan_api.spec.entry import Entry, EntryKind, Phase
+from plan_api.spec.param_values import ParamValues
 from plan_api.spec.path import parse_path
 from plan_api.spec.placements import format_placement
-from plan_api.spec.policies import POLICIES, PolicyValue
+from plan_api.spec.policies import POLICIES, VALUES, PolicyValue
 
 __all__ = ["entries_from_json", "entries_to_json"]
 
@@ -39,6 +40,7 @@ _OPTIONS = {
         "replicate",
         "placements",
         *POLICIES,
+        *VALUES,
     ),
     EntryKind.CONTEXT: ("method", "order", "heads"),
     EntryKind.SEQUENCE: ("order", "shift", "positions"),
@@ -69,7 +71,7 @@ def entries_to_json(
                 row[name] = [_to_json(placement) for placement in placements]
         if entry.options:
             row["options"] = {
-                name: value.to_json() if isinstance(value, PolicyValue) else value
+                name: value.to_json() if isinstance(value, PolicyValue | ParamValues) else value
                 for name, value in entry.options
             }
         rows.append(row | {"phase": entry.phase.value, "line": entry.line})
@@ -117,13 +119,21 @@ def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool, b
         phase = Phase(_among(row["phase"], [phase.value for phase in Phase], f"{what}: phase"))
         line = row.get("line", "")
         options = tuple(
-            (name, PolicyValue.from_json(what, name, value) if name in POLICIES else value)
+            (name, _option_from_json(what, name, value))
             for name, value in row.get("options", {}).items()
         )
         entries.append(
             Entry(kind, path, axes, dst, **lists, phase=phase, line=line, options=options)
         )
     return entries, bool(found["cover"]), bool(found.get("of_stage"))
+
+
+def _option_from_json(what: str, name: str, value: Any) -> Any:
+    if name in POLICIES:
+        return PolicyValue.from_json(what, name, value)
+    if name in VALUES and value is not None:
+        return ParamValues.from_json(what, name, value)
+    return value
 
 
 def _check_names(

@@ -19,12 +19,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.lowering.fully_shard import find_fully_shard
 from plan_api.lowering.ir import Lowered, gradient_placements
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.fully_shard import apply_fully_shard
 from plan_api.runtime.local_shards import spec_with_dtype
 from plan_api.spec.axes import axis_names
+from plan_api.spec.fully_shard_package import find_fully_shard
 
 __all__ = ["FullyShardedParams"]
 
@@ -66,13 +66,15 @@ class FullyShardedParams:
             name = name_of.get(id(param))
             return None if name is None else self._grad_specs[name].placements
 
-        apply_fully_shard(model, self._entries, lowered.schedules, mesh, grad_placements)
+        apply_fully_shard(
+            model, self._entries, lowered.schedules, lowered.shard_values, mesh, grad_placements
+        )
 
     def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
         """Gathers all parameters inside of the block, in which no gradients are reduced."""
         if not self._entries:
             return nullcontext()
-        fully_shard: Any = find_fully_shard(next(iter(self._entries.values())))
+        fully_shard: Any = find_fully_shard(next(iter(self._entries.values())).description)
         unsharded: AbstractContextManager[None] = fully_shard.unsharded(model)
         return unsharded
 
