@@ -11,8 +11,11 @@ that a rank of the other kinds has.
   model; each stage of a pipeline has the latter, so that L + 1 groups become (L + 2) / 2 a rank.
   Its all-reduces are the loss's, one for each microbatch on the last stage. TP's collectives are
   one for each microbatch too, so that in a pipeline its own run has the same microbatches.
-- Processor time: TP's, and FSDP's beyond one device's times the share; half of both in a pipeline,
-  and the pipeline's own beyond half of one device's.
+- Processor time: TP's, and FSDP's beyond one device's: a part for each byte, times the share, and a
+  part that does not depend on them. Two runs tell them apart: FSDP, and FSDP that keeps parameters
+  gathered between forward and backward, which sends fewer bytes. Where there is no such run, all of
+  it counts as bytes'. Half of both in a pipeline, and the pipeline's own beyond half of one
+  device's.
 - EP is measured beside replicated data parallelism; what it adds is the difference to that run,
   whose bytes, and time beyond one device's, count times the share of parameters that are not
   experts'. So do FSDP's beside EP, as the experts of a rank are sharded no further.
@@ -76,6 +79,7 @@ def predict(
     one: Cost,
     fsdp: Cost,
     *,
+    gathered_once: Cost | None = None,
     tp: Cost | None = None,
     experts: Experts | None = None,
     pipeline: Pipeline | None = None,
@@ -84,7 +88,9 @@ def predict(
 
     Args:
         one: one device.
-        fsdp: FSDP; in a pipeline, that keeps parameters gathered up to the end of the step.
+        fsdp: FSDP.
+        gathered_once: FSDP that keeps parameters gathered up to the end of the step, as stages of a
+            pipeline do; None if there is no such run.
         tp: TP with SP; in a pipeline, with its microbatches.
         experts: EP's, if the product has it.
         pipeline: the pipeline's, if the product has it.
@@ -97,7 +103,11 @@ def predict(
         cpu_ms += both.cpu_ms - one.cpu_ms - share * (dp.cpu_ms - one.cpu_ms)
         calls += both.calls - dp.calls
         nbytes += both.nbytes - share * dp.nbytes
-    cpu_ms += share * (fsdp.cpu_ms - one.cpu_ms)
+    fixed = 0.0 if gathered_once is None else fixed_ms(one, fsdp, gathered_once)
+    if pipeline is not None:
+        assert gathered_once is not None
+        fsdp = gathered_once
+    cpu_ms += fixed + share * (fsdp.cpu_ms - one.cpu_ms - fixed)
     nbytes += share * fsdp.nbytes
     if pipeline is None:
         return Cost(cpu_ms, calls + fsdp.calls, nbytes)
@@ -109,3 +119,15 @@ def predict(
         calls / _STAGES + pp.calls,
         nbytes / _STAGES + pp.nbytes / (_STAGES if tp else 1),
     )
+
+
+def fixed_ms(one: Cost, fsdp: Cost, gathered_once: Cost) -> float:
+    """Returns the part of FSDP's processor time that does not depend on bytes, in milliseconds.
+
+    Args:
+        one: one device.
+        fsdp: FSDP.
+        gathered_once: FSDP that keeps parameters gathered, and so sends fewer bytes.
+    """
+    per_byte = (fsdp.cpu_ms - gathered_once.cpu_ms) / (fsdp.nbytes - gathered_once.nbytes)
+    return fsdp.cpu_ms - one.cpu_ms - per_byte * fsdp.nbytes

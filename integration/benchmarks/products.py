@@ -96,8 +96,6 @@ class Runs:
         pipelined = "PP" in names
         cost = partial(self.cost, processes=min(product.case.ranks, _PROCESSES))
         tp = kinds.accumulated if pipelined else kinds.tp
-        fsdp = kinds.gathered_once if pipelined else kinds.fsdp
-        assert fsdp is not None
         experts, pipeline = None, None
         if "EP" in names:
             assert kinds.dp is not None
@@ -109,7 +107,8 @@ class Runs:
             pipeline = Pipeline(cost(kinds.pp), alone, self._layers, MICROBATCHES)
         return predict(
             cost(ONE),
-            cost(fsdp),
+            cost(kinds.fsdp),
+            gathered_once=cost(kinds.gathered_once) if kinds.gathered_once is not None else None,
             tp=cost(tp) if tp is not None and "TP" in names else None,
             experts=experts,
             pipeline=pipeline,

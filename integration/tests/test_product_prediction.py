@@ -28,6 +28,8 @@ from testkit import Collective  # noqa: E402
 
 ONE_COST = Cost(100.0, 0, 0)
 FSDP = Cost(130.0, 22, 8e6, 0.5, all_reduces=2)
+# 4 ms for each MB, and so -2 ms for what does not depend on them.
+GATHERED_TWICE = Cost(138.0, 24, 8e6 + 2e6, 0.5, all_reduces=2)
 TP = Cost(90.0, 50, 3e6, 0.6)
 PIPELINE = Pipeline(pp=Cost(60.0, 6, 1e6, 0.5), one=Cost(104.0, 0, 0), layers=4, microbatches=2)
 
@@ -37,8 +39,16 @@ def test_fsdp_gathers_what_tp_leaves():
     assert found == Cost(90.0 + 0.6 * 30.0, 50 + 22, 3e6 + 0.6 * 8e6)
 
 
+def test_a_part_of_the_time_of_fsdp_does_not_depend_on_bytes():
+    bytes_ms, fixed_ms = 10.0 * 4, -2.0
+    assert GATHERED_TWICE.cpu_ms == ONE_COST.cpu_ms + bytes_ms + fixed_ms
+    found = predict(ONE_COST, GATHERED_TWICE, gathered_once=FSDP, tp=TP)
+    assert found.cpu_ms == pytest.approx(90.0 + fixed_ms + 0.6 * bytes_ms)
+    assert found.nbytes == 3e6 + 0.6 * 10e6
+
+
 def test_stages_have_half_of_the_layers_and_a_root_each():
-    found = predict(ONE_COST, FSDP, pipeline=PIPELINE)
+    found = predict(ONE_COST, GATHERED_TWICE, gathered_once=FSDP, pipeline=PIPELINE)
     groups = 20 * (4 + 2) / (4 + 1)  # the loss is reduced for each microbatch, on one stage
     assert found.calls == pytest.approx((groups + 2 * 2) / 2 + 6)
     assert found.nbytes == 8e6 / 2 + 1e6
@@ -46,7 +56,7 @@ def test_stages_have_half_of_the_layers_and_a_root_each():
 
 
 def test_stages_with_sequence_parallelism_send_half():
-    found = predict(ONE_COST, FSDP, tp=TP, pipeline=PIPELINE)
+    found = predict(ONE_COST, GATHERED_TWICE, gathered_once=FSDP, tp=TP, pipeline=PIPELINE)
     assert found.nbytes == (3e6 + 0.6 * 8e6) / 2 + 1e6 / 2
     assert found.calls == pytest.approx((50 + 24 + 4) / 2 + 6)
 
@@ -87,7 +97,7 @@ def test_a_row_of_a_product_has_its_prediction(monkeypatch):
     def made_up(case, model, *, steps, copies):
         calls = {"all_gather": 10, "all_reduce": 2} if case.ranks > 1 else {}
         times = {"cpu_ms": 10.0 * case.ranks, "wall_ms": 5.0, "first_step_s": 1.0}
-        nbytes = dict.fromkeys(calls, 1000)
+        nbytes = dict.fromkeys(calls, 500 if "placements" in case.options else 1000)
         rank = RankRun(**times, memory=2**20, share=1 / case.ranks, calls=calls, nbytes=nbytes)
         return [rank] * case.ranks * copies
 
@@ -95,7 +105,10 @@ def test_a_row_of_a_product_has_its_prediction(monkeypatch):
     runs = Runs("llama-tiny", steps=1)
     row = runs.product_row(products_of("Eager", "llama-tiny")[0])
     assert row["case"] == "llama-tiny: FSDP2 x TP2 + SP, Eager"
-    assert (row["cpu_ms"], row["predicted_cpu_ms"]) == (40.0, 20.0 + 0.5 * 10.0)
+    assert (row["cpu_ms"], row["predicted_cpu_ms"]) == (
+        40.0,
+        20.0 + 10.0,
+    )  # none of FSDP's is for bytes
     assert (row["collectives"], row["predicted_collectives"]) == (12, 24)
     assert row["collectives_ratio"] == 0.5
     assert row["by_kind"] == "10 all_gather, 2 all_reduce"
