@@ -129,8 +129,8 @@ def wall(rows: Sequence[Mapping[str, Any]]) -> str:
 
     def cell(row: Mapping[str, Any] | None) -> str:
         if row is None:
-            return "–"
-        return f"{row['ms']:.0f} ({row['fastest_ms']:.0f} – {row['slowest_ms']:.0f})"
+            return ""
+        return f"{row['ms']:.0f} ({row['fastest_ms']:.0f} to {row['slowest_ms']:.0f})"
 
     return _table(
         ["run", "system", *models],
