@@ -8,6 +8,7 @@ import pytest
 from integration.option_table.pairwise import proving_runs
 from testkit import free_port, preload, run_ranks, start_python
 from testkit.ranks.network_hosts import NetworkHosts, no_network_hosts
+from testkit.sim.ranks import run_sim_ranks
 
 preload(
     "integration.train.loop",
@@ -83,12 +84,15 @@ def _train(runs, *, steps):
 def train_runs():
     """Trains several runs on as many ranks as are given; returns the losses of each.
 
-    A run is a dict of the trainer's options; ``save_at`` is a step behind which it saves.
+    A run is a dict of the trainer's options; ``save_at`` is a step behind which it saves. All runs
+    of a call are on the CPU, or all on the simulated device.
     """
 
     def train_runs(ranks, runs, *, out, steps=3):
         runs = [{"out": Path(out), "resume": "never"} | run for run in runs]
-        first, *others = run_ranks(_train, ranks, runs, steps=steps, timeout=240)
+        on_sim = any(run.get("device") == "sim" for run in runs)
+        start = run_sim_ranks if on_sim else run_ranks
+        first, *others = start(_train, ranks, runs, steps=steps, timeout=240)
         assert all(losses == first for losses in others)
         for run, found in zip(runs, first, strict=True):
             learns = run["resume"] == "never" and len(found) > 1

@@ -28,6 +28,17 @@ MORE_RUNS = {
     "torchtitan": {"system": "torchtitan-style", "dp_shard": 2},
     "pipeline": {"system": "fsdp2", "pp_degree": 2},
     "experts": {"system": "plan", "dp_shard": 2, "ep": 2, "model": "mixtral-tiny"},
+    "offload": {"system": "fsdp", "offload": True, "clip_grad_norm": 1.0},
+    "offload, FSDP2": {"system": "fsdp2", "offload": True, "clip_grad_norm": 1.0},
+    "offload, Muon": {"system": "plan", "dp_shard": 2, "offload": True, "optimizer": "muon"},
+    "offload, static": {"system": "plan", "dp_shard": 2, "offload": True, "static": True},
+    "offload in a pipeline": {
+        "system": "plan",
+        "dp_shard": 2,
+        "pp_degree": 2,
+        "offload": True,
+        "ranks": 4,
+    },
     "DiT": {"system": "fsdp", "model": "dit-tiny"},
     "HSDP": {"system": "plan", "dp_replicate": 2, "dp_shard": 2, "ranks": 4},
 }
@@ -71,7 +82,8 @@ def trained(out, device, options):
 
 def compared(out, options):
     """Trains on the CPU and on the simulated device, in one process."""
-    expected, cpu, _ = trained(out, "cpu", options)
+    on_cpu = {name: value for name, value in options.items() if name != "offload"}
+    expected, cpu, _ = trained(out, "cpu", on_cpu)
     found, sim, steps = trained(out, "sim", options)
     return found, expected, cpu, sim, steps
 
@@ -88,4 +100,4 @@ def test_a_run_has_the_losses_of_the_cpu(tmp_path, name):
     ):
         assert found == expected
         assert len(found) == steps == 3
-        assert (cpu, sim) == ({"cpu"}, {"sim"})
+        assert (cpu, sim) == ({"cpu"}, {"cpu" if options.get("offload") else "sim"})

@@ -139,6 +139,27 @@ def test_dist_rng_is_refused_where_no_dtensor_is_drawn(options, drawn):
         validate(config)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"system": "fsdp", "device": "cpu"},
+            "--offload: expected an accelerator, .* got --device",
+        ),
+        ({"system": "ddp"}, "'ddp' does not take --offload; .* one of: fsdp2, fsdp, plan"),
+        ({"system": "plan", "tp": 2}, "--offload: expected --dp-shard of at least 2 .* --tp 2"),
+        (
+            {"system": "plan", "dp_shard": 2, "zero3": True},
+            "--offload: expected .* without --zero3",
+        ),
+    ],
+    ids=str,
+)
+def test_offload_is_refused_where_nothing_can_be(options, message):
+    with pytest.raises(UsageError, match=message):
+        validate(TrainConfig(**{"device": "sim", "offload": True, "ranks": 2} | options))
+
+
 def test_ranks_that_join_by_the_environment_have_a_timeout(monkeypatch):
     config = TrainConfig(system="ddp", join_timeout=9.0)
     monkeypatch.setenv("RANK", "0")

@@ -26,8 +26,8 @@ tests.
 
 Every option of `python -m integration.train` that changes how a step is executed, with the
 observation that proves that it is in effect; but for `--placements`, of which
-`integration/tests/test_placements.py` has the tests. What is refused is so before a process starts,
-with exit code 2.
+`integration/tests/test_placements.py` has the tests, and `--offload`, which needs an accelerator:
+`integration/tests/test_device.py`. What is refused is so before a process starts, with exit code 2.
 
 `integration/tests/test_option_table.py` observes all accepted pairs in {runs} runs of `llama-tiny`
 and `mixtral-tiny`, {short} on 2 ranks and {long} on 4, in `nox -s nightly`; and each option once,

@@ -80,7 +80,8 @@ _POLICIES = """## Products, modes and policies
 Products are of two ranks an axis, of LLaMA, and with EP of Mixtral. Sharded init is
 `--init sharded`, dropout is `--dropout 0.1 --random dist-rng`, recomputation is
 `--activation-checkpointing full`, accumulation is more than one microbatch a step outside of a
-pipeline, clipping is `--clip-grad-norm`, compile is `--compile aot_eager`.
+pipeline, clipping is `--clip-grad-norm`, compile is `--compile aot_eager`, offload is
+`--offload --device sim`.
 """
 
 _PRODUCTS = """## Losses

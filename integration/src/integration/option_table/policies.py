@@ -107,6 +107,7 @@ POLICIES: tuple[Policy, ...] = (
     ),
     _with("bf16", "dtype", "bf16", alone=None),
     _with("compile", "compile", "aot_eager", alone={}),
+    Policy("offload", {"offload": True, "device": "sim"}, _has("offload", True)),
     _with("8-bit Adam", "optimizer", "adam8bit"),
     _with("Muon", "optimizer", "muon"),
 )

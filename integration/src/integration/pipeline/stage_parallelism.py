@@ -32,9 +32,13 @@ def _fsdp2(part: nn.Module, context: StageContext) -> nn.Module:
     # Schedules unshard a stage's parameters before its forwards and reshard them after its last
     # backward. If they were resharded in between, a split backward would not find its parameters
     # and silently lose their gradients.
-    for name in context.layers:
-        fully_shard(part.get_submodule(name), mesh=context.mesh, reshard_after_forward=False)
-    fully_shard(part, mesh=context.mesh, reshard_after_forward=False)
+    for module in (*map(part.get_submodule, context.layers), part):
+        fully_shard(
+            module,
+            mesh=context.mesh,
+            reshard_after_forward=False,
+            offload_policy=context.degrees.offload_policy,
+        )
     return part
 
 
@@ -48,6 +52,7 @@ def _fsdp(part: nn.Module, context: StageContext) -> nn.Module:
             mesh=context.mesh,
             reshard_after_forward=False,
             shard_placement_fn=granularity,
+            offload_policy=context.degrees.offload_policy,
         )
     return part
 

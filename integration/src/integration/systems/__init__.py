@@ -56,10 +56,14 @@ def get_system(
             others = degrees or Degrees()
             if system.accepts_placements:
                 others = replace(others, placements=None)
+            if system.accepts_offload:
+                others = replace(others, offload=False)
             if others != Degrees() and not system.accepts_degrees:
                 fit = [each.name for each in _ALL if each.accepts_degrees]
                 if others == Degrees(placements=others.placements):
                     fit = [each.name for each in _ALL if each.accepts_placements]
+                if others == Degrees(offload=True):
+                    fit = [each.name for each in _ALL if each.accepts_offload]
                 raise UsageError(
                     f"system {name!r} does not take {' '.join(others.options)}; leave it out, or"
                     f" use one of: {', '.join(fit)}"

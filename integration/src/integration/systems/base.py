@@ -36,6 +36,8 @@ class System(ABC):
     accepts_degrees: bool = False
     # Whether it takes fsdp's placements of parameters, gradients and optimizer state.
     accepts_placements: bool = False
+    # Whether it can keep sharded parameters, gradients and optimizer state on the host.
+    accepts_offload: bool = False
     # Whether it supports block-wise and matrix optimizers, which need parameters with their
     # original shapes, unsharded or as DTensors.
     supports_all_optimizers: bool = False

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, get_args
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from integration.errors import UsageError
 from integration.systems._compat import keeps_order_of_ranks
@@ -35,6 +36,7 @@ class Degrees:
         zero3: whether phases of the plan shard parameters, instead of the package fsdp.
         placements: fsdp's, of parameters, gradients and optimizer state; None: all are sharded, and
             with ``dp_replicate`` replicated over it.
+        offload: whether sharded parameters, gradients and optimizer state are on the host.
         static: whether operators run on local tensors, by plan-api's static mode.
     """
 
@@ -48,6 +50,7 @@ class Degrees:
     loss_parallel: bool = False
     zero3: bool = False
     placements: Placements | None = None
+    offload: bool = False
     static: bool = False
 
     @property
@@ -60,6 +63,11 @@ class Degrees:
         experts = self.ep if self.sends_tokens else 1
         sizes = {"dp": self.data // experts, "ep": experts, "cp": self.cp, "tp": self.tp}
         return {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
+
+    @property
+    def offload_policy(self) -> OffloadPolicy:
+        """The policy of torch's fully_shard, and of fsdp's."""
+        return CPUOffloadPolicy() if self.offload else OffloadPolicy()
 
     @property
     def data(self) -> int:
@@ -163,6 +171,12 @@ class Degrees:
             )
         if self.placements is not None:
             self._check_placements(self.placements)
+        if self.offload and (self.dp_shard == 1 or self.zero3):
+            raise UsageError(
+                "--offload: expected --dp-shard of at least 2 without --zero3, as it is of the"
+                f" parameters that fsdp shards, got {' '.join(self.options)}; give --dp-shard, or"
+                " leave --offload out"
+            )
         if self.zero3 and self.sends_tokens:
             raise UsageError(
                 f"--zero3: expected --ep 1, as it shards experts too, got --ep {self.ep};"

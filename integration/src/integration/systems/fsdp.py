@@ -28,6 +28,7 @@ class FullyShardedBuffers(System):
     accepts_meta_model = True
     needs_dist_rng_for_init = True
     accepts_placements = True
+    accepts_offload = True
     supports_all_optimizers = True
     supports_compile = True
     mixed_precision = True
@@ -49,6 +50,7 @@ class FullyShardedBuffers(System):
             mp_policy=MixedPrecisionPolicy(self.compute_dtype, torch.float32),
             shard_placement_fn=granularity,
             placements=self.degrees.placements,
+            offload_policy=self.degrees.offload_policy,
         )
         for layer in shape.layers_of(model):
             shard(layer)

@@ -1,6 +1,7 @@
 """fully_shard (FSDP2): every parameter a DTensor sharded on dim 0."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ class FullyShardedTwo(System):
 
     name = "fsdp2"
     accepts_meta_model = True
+    accepts_offload = True
     supports_all_optimizers = True
     supports_compile = True
     mixed_precision = True
@@ -23,10 +25,15 @@ class FullyShardedTwo(System):
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Shards the model in place."""
         mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("dp",))
-        policy = MixedPrecisionPolicy(self.compute_dtype, torch.float32)
+        shard = partial(
+            fully_shard,
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy(self.compute_dtype, torch.float32),
+            offload_policy=self.degrees.offload_policy,
+        )
         for layer in shape.layers_of(model):
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+            shard(layer)
+        shard(model)
         return model
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:

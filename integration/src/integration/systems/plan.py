@@ -26,6 +26,7 @@ class PlanSystem(System):
     native = False
     accepts_degrees = True
     accepts_placements = True
+    accepts_offload = True
     accepts_deferred_init = True
     shards_batches = True
     supports_all_optimizers = True

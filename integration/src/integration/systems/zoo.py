@@ -91,6 +91,7 @@ def _fully_shard(
         granularity=Rows(BLOCK_ROWS),
         reshard_after_forward=reshard,
         placements=degrees.placements,
+        offload_policy=degrees.offload_policy if degrees.offload else None,
     )
     if degrees.sends_tokens and degrees.dp_shard > degrees.ep:
         shard(rf"{modules[0]}\.mlp\.experts", "dp", replicate=copies)

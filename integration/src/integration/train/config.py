@@ -71,6 +71,9 @@ class TrainConfig:
     placements: Placements | None = None
     """fsdp, and plan with --dp-shard: placements of parameters, gradients and optimizer state: ddp,
     zero1, zero2 or zero3; hsdp or hfsdp with --dp-replicate; by default zero3 or hsdp."""
+    offload: bool = False
+    """fsdp, fsdp2, and plan with --dp-shard: keep sharded parameters, gradients and optimizer state
+    on the host; with an accelerator."""
     static: bool = False
     """plan: run operators on local tensors, by plan-api's static mode."""
     pp_degree: Positive = 1

@@ -283,6 +283,11 @@ def _supported_system(config: TrainConfig, device: Device) -> System:
             "--compile inductor needs the compiler g++, which is not installed;"
             " install it, or use --compile aot_eager"
         )
+    if config.offload and not device.is_accelerator:
+        raise UsageError(
+            "--offload: expected an accelerator, whose memory it saves, got --device"
+            f" {device.type}, where parameters are on the host already; leave it out"
+        )
     if config.dtype == "fp32":
         return system
     if not system.mixed_precision:
