@@ -174,8 +174,8 @@ class Degrees:
         if self.offload and (self.dp_shard == 1 or self.zero3):
             raise UsageError(
                 "--offload: expected --dp-shard of at least 2 without --zero3, as it is of the"
-                f" parameters that fsdp shards, got {' '.join(self.options)}; give --dp-shard, or"
-                " leave --offload out"
+                f" parameters that fsdp shards, got --dp-shard {self.dp_shard}"
+                f"{' --zero3' * self.zero3}; give --dp-shard only, or leave --offload out"
             )
         if self.zero3 and self.sends_tokens:
             raise UsageError(
