@@ -111,6 +111,21 @@ def compat(session: nox.Session, torch: str) -> None:
 
 
 @nox.session
+def examples(session: nox.Session) -> None:
+    """The examples with other frameworks, each compared with the framework's own FSDP2.
+
+    The environment has the frameworks (examples/requirements.txt) and what the shared one has.
+    """
+    site = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    shared = str(session.run(dev_env(session), "-c", site, external=True, silent=True)).strip()
+    own = str(session.run("python", "-c", site, silent=True)).strip()
+    (Path(own) / "shared.pth").write_text(f"{shared}\n")
+    session.install("-c", "constraints.txt", "-r", "examples/requirements.txt")
+    for script in sorted((ROOT / "examples").glob("*/train.py")):
+        session.run("python", str(script), *session.posargs)
+
+
+@nox.session
 @nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
 def release(session: nox.Session, package: str) -> None:
     """One package's sdist, wheel and release notes in dist/release, checked; uploads nothing."""

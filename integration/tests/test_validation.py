@@ -147,7 +147,10 @@ def test_dist_rng_is_refused_where_no_dtensor_is_drawn(options, drawn):
             "--offload: expected an accelerator, .* got --device",
         ),
         ({"system": "ddp"}, "'ddp' does not take --offload; .* one of: fsdp2, fsdp, plan"),
-        ({"system": "plan", "tp": 2}, "--offload: expected --dp-shard of at least 2 .* got --dp-shard 1;"),
+        (
+            {"system": "plan", "tp": 2},
+            "--offload: expected --dp-shard of at least 2 .* got --dp-shard 1;",
+        ),
         (
             {"system": "plan", "dp_shard": 2, "zero3": True},
             "--offload: expected .* without --zero3",

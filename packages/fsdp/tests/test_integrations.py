@@ -3,6 +3,8 @@
 import functools
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,6 +135,22 @@ def _attributes():
 
     owners = (torch_fsdp, loading, sharding, mixin, mixin.DistributedMixin)
     return [dict(vars(owner)) for owner in owners]
+
+
+def test_a_script_that_is_not_changed_runs_with_this_package(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch.distributed.fsdp\n"
+        "print(torch.distributed.fsdp.fully_shard.__module__, sys.argv[1:], __name__)\n"
+    )
+    command = [sys.executable, "-m", "fsdp.integrations"]
+    found = subprocess.run([*command, str(script), "a"], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, "fsdp.api ['a'] __main__\n"), found.stderr
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (
+        1,
+        "usage: python -m fsdp.integrations SCRIPT [ARGUMENT ...]\n",
+    )
 
 
 def test_uninstall_restores_what_install_lists():

@@ -1,10 +1,17 @@
-"""Makes Hugging Face's accelerate and transformers call this package's `fully_shard`."""
+"""Makes Hugging Face's accelerate and transformers call this package's `fully_shard`.
+
+``python -m fsdp.integrations SCRIPT [ARGUMENT ...]`` does so for a script that is not changed, also
+as ``accelerate launch -m fsdp.integrations SCRIPT ...`` and ``torchrun -m fsdp.integrations ...``.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import importlib.util
+import os
+import runpy
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -305,3 +312,18 @@ def _checked_gather(native: Any) -> Any:
         return native(self, model_to_save, state_dict, distributed_config, **options)
 
     return gather_sharded_state_dict_for_save
+
+
+def _main() -> None:
+    """Runs the script that the command line names, with its arguments, after `install`."""
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m fsdp.integrations SCRIPT [ARGUMENT ...]")
+    # This module runs as __main__; the installed one is what the script may import.
+    importlib.import_module("fsdp.integrations").install()
+    sys.argv = sys.argv[1:]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    _main()

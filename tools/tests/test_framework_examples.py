@@ -1,0 +1,33 @@
+"""The examples with other frameworks train as the frameworks do with their own FSDP2."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tools.workspace import ROOT
+
+SCRIPTS = sorted((ROOT / "examples").glob("*/train.py"))
+
+
+def test_there_is_an_example_for_each_row_of_the_readme():
+    rows = (ROOT / "examples" / "README.md").read_text()
+    assert SCRIPTS
+    assert all(f"| `{script.parent.name}` |" in rows for script in SCRIPTS)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.parent.name)
+def test_losses_are_those_of_native_fsdp2(script, tmp_path):
+    framework = script.parent.name
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not in this environment; `nox -s examples` has it")
+    found = tmp_path / "found.json"
+    command = [sys.executable, str(script), "--ranks", "2", "--steps", "3", "--json", str(found)]
+    subprocess.run(command, check=True, timeout=300)
+    compared = json.loads(found.read_text())
+    assert len(compared["fsdp"]["losses"]) == 3
+    assert compared["difference"] <= 1e-5
