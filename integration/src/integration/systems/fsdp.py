@@ -29,6 +29,7 @@ class FullyShardedBuffers(System):
     needs_dist_rng_for_init = True
     accepts_placements = True
     supports_all_optimizers = True
+    on_buffers = True
     supports_compile = True
     mixed_precision = True
 
