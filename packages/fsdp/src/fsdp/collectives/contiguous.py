@@ -21,6 +21,8 @@ def contiguous_runs(
 ) -> list[list[int]]:
     """Returns the indices of tensors, those that follow each other in memory in one list.
 
+    The order is that of the tensors' storages in the first list, and does not depend on addresses.
+
     Args:
         columns: lists of plain tensors of one length, as of parameters and of their gradients:
             tensors follow each other if they do in each list.
@@ -30,9 +32,14 @@ def contiguous_runs(
     """
     first, places = columns[0], [list(map(_place, column)) for column in columns]
     sizes = [tensor.numel() for tensor in first]
+    storages = {storage: n for n, (storage, *_) in enumerate(reversed(places[0]))}
     runs: list[list[int]] = []
-    # An empty tensor is before the one at its place.
-    for i in sorted(range(len(first)), key=lambda i: (*places[0][i][:2], sizes[i])):
+
+    def position(i: int) -> tuple[int, int, int]:
+        storage, begin, _ = places[0][i]
+        return -storages[storage], begin, sizes[i]  # an empty tensor is before one at its place
+
+    for i in sorted(range(len(first)), key=position):
         last = runs[-1][-1] if runs else i
         follows = (
             last != i
