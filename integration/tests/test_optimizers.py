@@ -1,11 +1,19 @@
 """Which optimizer a name stands for, and what of a model each of its groups has."""
 
+import itertools
+from pathlib import Path
+
 import pytest
 import torch
 
-from fsdp.optim import Adam8bit, Muon
+from fsdp.optim import Adam8bit, AdamW, Muon
 from integration.models import build_model, model_shape
+from integration.train.config import TrainConfig
+from integration.train.launch.world import World
+from integration.train.loop import Trainer
 from integration.train.optimizers import build_optimizer
+from integration.train.setup import prepare
+from testkit import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -21,6 +29,58 @@ def test_every_optimizer_has_all_parameters_and_the_same_options(name, kind):
     for group in optimizer.param_groups:
         assert (group["lr"], group["weight_decay"]) == (3e-4, 0.2)
         assert group.get("betas", (0.9, 0.95)) == (0.9, 0.95)
+
+
+def test_adamw_of_buffers_is_fsdps():
+    model = build_model(model_shape("llama-tiny"), seed=0)
+    made = [
+        build_optimizer("adamw", model, learning_rate=3e-4, weight_decay=0.2, on_buffers=on_buffers)
+        for on_buffers in (False, True)
+    ]
+    assert [type(one) for one in made] == [torch.optim.AdamW, AdamW]
+    assert made[0].state_dict() == made[1].state_dict()
+
+
+SYSTEMS = {
+    "fsdp": {"system": "fsdp"},
+    "plan": {"system": "plan", "dp_shard": 2},
+    "plan, static": {"system": "plan", "dp_shard": 2, "static": True},
+}
+
+
+def train(rank, out, choices, *, on_buffers, steps):
+    """Trains to a step on one of 2 ranks, from the checkpoint if there is one, and saves."""
+    config = TrainConfig(
+        model="llama-tiny", out=out, micro_batch=2, steps=steps, resume="auto", **choices
+    )
+    setup = prepare(config, 2)
+    assert setup.system.on_buffers
+    setup.system.on_buffers = on_buffers
+    trainer = Trainer(setup, World(rank, 2))
+    assert type(trainer.optimizer) is (AdamW if on_buffers else torch.optim.AdamW)
+    losses = []
+    while trainer.step < steps:
+        losses.append(trainer.train_step().item())
+    trainer.save()
+    return losses
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_adamw_of_buffers_trains_and_resumes_with_torchs_bits(system, tmp_path):
+    def check(folder):
+        rank, choices = torch.distributed.get_rank(), SYSTEMS[system]
+        found = {}
+        for first, then in itertools.product((False, True), repeat=2):
+            out = Path(folder) / f"{first} {then}"
+            found[first, then] = train(rank, out, choices, on_buffers=first, steps=2)
+            found[first, then] += train(rank, out, choices, on_buffers=then, steps=4)
+        return found
+
+    for found in run_ranks(check, 2, str(tmp_path), timeout=180):
+        expected = found.pop((False, False))
+        assert len(set(expected)) == 4
+        assert all(losses == expected for losses in found.values()), found
 
 
 def test_muon_has_the_matrices_of_the_layers_and_adamw_the_others():

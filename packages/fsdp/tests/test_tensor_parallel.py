@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fsdp import MixedPrecisionPolicy, Rows, Tiles, clip_grad_norm_, fully_shard
+from fsdp.mesh import placement_of
 from fsdp.optim import Adam8bit
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard, strict
 from testkit import CommLog, fake_mesh, run_ranks
@@ -91,6 +92,27 @@ def test_gathered_dtensors_have_the_dtype_of_mixed_precision():
         assert total._spec.tensor_meta.dtype == total.dtype == torch.bfloat16
         grad = model.up.weight.grad
         assert grad._spec.tensor_meta.dtype == grad.dtype == torch.float32
+
+
+def test_gradients_may_be_placed_otherwise_in_each_step():
+    """As of other branches of a model: along dp they are terms, their mean, or the whole."""
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        weight = DTensor.from_local(torch.zeros(2, 4), mesh, [Replicate(), Shard(0)])
+        placement = placement_of(weight, mesh["dp"], "weight")
+        own = placement.spec.placements
+        expected = {
+            (Partial(), Shard(0)): (None, 1),
+            (Partial("avg"), Shard(0)): (None, 2),
+            (Replicate(), Shard(0)): (None, 2),
+            (Partial(), Partial()): ((Partial(), own[1]), 1),
+            (Replicate(), Replicate()): (own, 2),
+        }
+        for _ in range(2):
+            for source, (target, terms) in expected.items():
+                grad = DTensor.from_local(torch.zeros(2, 4), mesh, source, run_check=False)
+                for _ in range(2):
+                    found = placement.grad_conversion(grad)
+                    assert (found.source, found.target, found.terms) == (source, target, terms)
 
 
 def test_meshes_without_a_common_root_are_refused():

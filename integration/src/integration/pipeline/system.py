@@ -38,6 +38,7 @@ class PipelineSystem(System):
         super().__init__(inner.degrees, device=inner.device)
         self.name = f"{inner.name}+pp"
         self.supports_all_optimizers = inner.supports_all_optimizers
+        self.on_buffers = inner.on_buffers
         self.shards_batches = inner.shards_batches
         self.accepts_deferred_init = inner.accepts_deferred_init
         self._inner, self._layout = inner, layout

@@ -41,6 +41,9 @@ class System(ABC):
     # Whether it supports block-wise and matrix optimizers, which need parameters with their
     # original shapes, unsharded or as DTensors.
     supports_all_optimizers: bool = False
+    # Whether parameters are in fsdp's buffers: AdamW and clipping are fsdp's, which take those of a
+    # buffer together; AdamW has torch's bits.
+    on_buffers: bool = False
     # Whether each layer can be compiled as one graph.
     supports_compile: bool = False
     # Whether it supports mixed precision.
@@ -132,6 +135,10 @@ class System(ABC):
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clips gradients to the total norm ``max_norm``; returns the norm before."""
+        if self.on_buffers:
+            from fsdp import clip_grad_norm_
+
+            return clip_grad_norm_(model.parameters(), max_norm)
         return clip_gradients(model.parameters(), max_norm)
 
 

@@ -1,6 +1,6 @@
 """Clips gradients of plain tensors and DTensors by their total norm.
 
-It does what `fsdp.clip_grad_norm_` does, for systems that do not use fsdp.
+It does what `fsdp.clip_grad_norm_` does, for systems that do not use fsdp and for pipelines.
 """
 
 from collections.abc import Iterable, Sequence

@@ -30,6 +30,7 @@ class FullyShardedBuffers(System):
     accepts_placements = True
     accepts_offload = True
     supports_all_optimizers = True
+    on_buffers = True
     supports_compile = True
     mixed_precision = True
 

@@ -30,6 +30,7 @@ class PlanSystem(System):
     accepts_deferred_init = True
     shards_batches = True
     supports_all_optimizers = True
+    on_buffers = True
 
     def data_parallel_degree(self, world_size: int) -> int:
         """Returns the data parallel degree; the plan shards the batch that each rank passes."""

@@ -78,6 +78,7 @@ class Trainer:
             self.model,
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
+            on_buffers=setup.system.on_buffers,
         )
         self.optimizer = setup.system.optimizer(self.model, optimizer)
         self._schedule = LearningRateSchedule(

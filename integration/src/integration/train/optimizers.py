@@ -15,17 +15,23 @@ _LAYERS = (".layers.", ".blocks.")  # in parameter names of decoders and of a Di
 
 
 def build_optimizer(
-    name: str, model: nn.Module, *, learning_rate: float, weight_decay: float
+    name: str,
+    model: nn.Module,
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    on_buffers: bool = False,
 ) -> torch.optim.Optimizer:
     """Returns an optimizer of a model's parameters.
 
     Args:
-        name: ``adamw``, torch's fused AdamW, which every system supports; ``adam8bit``, fsdp's
-            AdamW with 8-bit moments; or ``muon``, fsdp's Muon for the matrices of the layers and
-            AdamW for the other parameters.
+        name: ``adamw``, torch's fused AdamW, which every system supports, or fsdp's with its bits
+            where parameters are in buffers; ``adam8bit``, fsdp's AdamW with 8-bit moments; or
+            ``muon``, fsdp's Muon for the matrices of the layers and AdamW for the others.
         model: the model as its system has wrapped it.
         learning_rate: learning rate of all parameters; Muon's updates are scaled to AdamW's.
         weight_decay: decoupled weight decay of all parameters.
+        on_buffers: whether parameters are in fsdp's buffers.
     """
     if name == ADAM_8BIT:
         from fsdp.optim import Adam8bit
@@ -43,9 +49,13 @@ def build_optimizer(
             adjust_lr_fn="match_rms_adamw",
         )
     assert name == ADAMW
-    return torch.optim.AdamW(
-        _adamw_groups(model), lr=learning_rate, betas=_BETAS, weight_decay=weight_decay, fused=True
-    )
+    groups = _adamw_groups(model)
+    options: dict[str, Any] = {"weight_decay": weight_decay, "fused": True}
+    if on_buffers:
+        from fsdp.optim import AdamW
+
+        return AdamW(groups, lr=learning_rate, betas=_BETAS, **options)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, **options)
 
 
 def _adamw_groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -9,12 +9,12 @@ from torch.distributed.fsdp import (
 
 from fsdp._compat import DataParallelMeshDims, GradientReductionHandle
 from fsdp.api import (
-    clip_grad_norm_,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
     uninstall,
 )
+from fsdp.collectives.clip import clip_grad_norm_
 from fsdp.mesh import STRATEGIES, Roles
 from fsdp.mesh.granularity import Block, Granularity, Rows, Whole
 from fsdp.module import FSDPModule

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args, overload
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -59,7 +57,6 @@ __all__ = [
     "GradPlacementsFn",
     "PlacementFn",
     "QuantizeFn",
-    "clip_grad_norm_",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
@@ -278,50 +275,6 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
         for state in root.context.all_states or [root]:
             for group in state.groups:
                 group.set_streams(streams)
-
-
-@torch.no_grad()
-def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> torch.Tensor:
-    """Clips gradients as `torch.nn.utils.clip_grad_norm_`, on any meshes and plain ones.
-
-    torch's function refuses gradients on several meshes, as those of experts and of other
-    parameters under expert parallelism are. Plain tensors count once, so they have to be the same
-    on every rank.
-
-    Args:
-        parameters: of one model, on every rank in the same order.
-        max_norm: the largest norm of all gradients together.
-        norm_type: ``inf`` for the largest element.
-        error_if_nonfinite: whether a norm that is inf or nan is an error.
-        foreach: as of torch's.
-
-    Returns:
-        The norm before clipping: a plain scalar, the same on every rank.
-
-    Raises:
-        RuntimeError: the norm is not finite and that is an error.
-    """
-    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    by_mesh: dict[Any, list[torch.Tensor]] = {}
-    for param in params:
-        if param.grad is not None:
-            mesh = param.grad.device_mesh if isinstance(param.grad, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(param)
-    norms = []
-    for on_mesh in by_mesh.values():
-        grads = [param.grad for param in on_mesh if param.grad is not None]
-        norm = get_total_norm(grads, norm_type, False, foreach)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total = get_total_norm(norms, norm_type, error_if_nonfinite, foreach)
-    for on_mesh in by_mesh.values():
-        clip_grads_with_norm_(on_mesh, max_norm, total, foreach)
-    return total
 
 
 # Arguments.

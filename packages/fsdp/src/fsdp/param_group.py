@@ -512,31 +512,28 @@ def _local_gradients(
     params: Sequence[FSDPParam], grads: Mapping[int, torch.Tensor]
 ) -> Mapping[int | str, torch.Tensor]:
     """Returns local tensors of gradients; of TP parameters, redistributed in one collective."""
-    grads = {
-        i: grad if (placement := params[i].placement) is None else placement.as_dtensor(grad)
-        for i, grad in grads.items()
-    }
-    redistributed: dict[int, DTensor] = {}
-    all_placements = []
+    found: dict[int | str, torch.Tensor] = {}
+    moved: list[int] = []
+    terms: dict[int, int] = {}
+    sources, targets = [], []
     for i, grad in grads.items():
         placement = params[i].placement
-        if placement is None or not isinstance(grad, DTensor):
-            continue
-        placements = placement.gradient_placements(grad)
-        if grad.placements != placements:
-            redistributed[i] = grad
-            all_placements.append(placements)
-    if redistributed:
+        if placement is not None:
+            conversion = placement.grad_conversion(grad)
+            if conversion.terms != 1:
+                terms[i] = conversion.terms
+            if conversion.target is not None:
+                moved.append(i)
+                sources.append(placement.as_dtensor(grad))
+                targets.append(conversion.target)
+        found[i] = grad._local_tensor if isinstance(grad, DTensor) else grad
+    if moved:
         with torch.no_grad():
-            moved = redistribute_many(list(redistributed.values()), all_placements)
-        grads = {**grads, **dict(zip(redistributed, moved, strict=True))}
-    return {i: _local_gradient(params[i], grad) for i, grad in grads.items()}
-
-
-def _local_gradient(param: FSDPParam, grad: torch.Tensor) -> torch.Tensor:
-    if not isinstance(grad, DTensor):
-        return grad
-    return grad._local_tensor if param.placement is None else param.placement.local_gradient(grad)
+            results = redistribute_many(sources, targets)
+        found.update(zip(moved, (one._local_tensor for one in results), strict=True))
+    for i, number in terms.items():
+        found[i] = found[i] / number
+    return found
 
 
 class ExtensionParamGroup(FSDPParamGroup):

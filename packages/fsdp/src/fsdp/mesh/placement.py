@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,6 +26,22 @@ from fsdp.mesh.annotations import Annotation
 from ragged_shard import RaggedShard, dim_of, even_shape, largest_shape
 
 __all__ = ["ParamPlacement", "block_on_inner_axes", "placement_of", "spec_with_dtype"]
+
+
+@dataclass(frozen=True)
+class GradConversion:
+    """How a gradient becomes what is reduced over fully_shard's axes.
+
+    Attributes:
+        source: the gradient's placements.
+        target: those to which it is redistributed first: the parameter's, and on fully_shard's axes
+            Partial where it is Partial; None if it has these.
+        terms: what the local gradient is divided by, to be this rank's term of the sum.
+    """
+
+    source: tuple[Placement, ...]
+    target: tuple[Placement, ...] | None
+    terms: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +69,7 @@ class ParamPlacement:
     annotation: Annotation | None = None
     is_averaged: bool = False
     grad_spec: DTensorSpec | None = None
+    _last_conversion: list[GradConversion] = field(default_factory=list, init=False, repr=False)
 
     @property
     def is_uneven(self) -> bool:
@@ -63,7 +80,7 @@ class ParamPlacement:
 
     @property
     def sums_terms(self) -> bool:
-        """Whether the gradient is the sum of what `local_gradient` returns on the ranks."""
+        """Whether the gradient is the sum of what the ranks copy into their buffers."""
         return bool(self.fsdp_axes) and not self.is_averaged
 
     def with_local_grads(self, placements: Sequence[Placement], name: str) -> ParamPlacement:
@@ -100,27 +117,25 @@ class ParamPlacement:
             return grad
         return DTensor(grad, self.grad_spec, requires_grad=False)
 
-    def local_gradient(self, grad: DTensor) -> torch.Tensor:
-        """Returns what is reduced over fully_shard's axes: this rank's term of the sum, or mean."""
-        local, terms = grad._local_tensor, 1
-        if not self.sums_terms:
-            return local
+    def grad_conversion(self, grad: torch.Tensor) -> GradConversion:
+        """Returns how a gradient becomes what is copied into the buffer."""
+        spec = grad._spec if isinstance(grad, DTensor) else self.grad_spec
+        assert spec is not None, "a plain gradient has one"
+        source, last = spec.placements, self._last_conversion
+        if not last or last[0].source != source:  # in each step they are those of the step before
+            last[:] = [self._conversion_from(source)]
+        return last[0]
+
+    def _conversion_from(self, source: tuple[Placement, ...]) -> GradConversion:
+        target, terms = list(self.spec.placements), 1
         for axis in self.fsdp_axes:
-            placement = grad.placements[axis]
-            if not (isinstance(placement, Partial) and placement.reduce_op == "sum"):
+            placement = source[axis]
+            if isinstance(placement, Partial):
+                target[axis] = placement
+            is_term = isinstance(placement, Partial) and placement.reduce_op == "sum"
+            if self.sums_terms and not is_term:
                 terms *= self.spec.mesh.size(axis)  # every rank has the mean, or the whole gradient
-        return local if terms == 1 else local / terms
-
-    def gradient_placements(self, grad: DTensor) -> tuple[Placement, ...]:
-        """Returns the placements that a gradient must have to be copied into the buffer.
-
-        They are the parameter's; on fully_shard's axes a Partial gradient stays as it is.
-        """
-        placements = list(self.spec.placements)
-        for axis in self.fsdp_axes:
-            if isinstance(grad.placements[axis], Partial):
-                placements[axis] = grad.placements[axis]
-        return tuple(placements)
+        return GradConversion(source, None if tuple(target) == source else tuple(target), terms)
 
 
 def placement_of(param: DTensor, mesh: DeviceMesh, name: str) -> ParamPlacement:
