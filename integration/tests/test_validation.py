@@ -27,6 +27,7 @@ PAIRS = {
     "dtype": (PIPELINE | {"dtype": "bf16"}, {"pp_degree": 1, "ranks": 1}, "--pp-degree 2"),
     "data": (DIT | {"data": Path("text")}, TEXT, "--model dit-tiny"),
     "sequence_length": (DIT | {"sequence_length": 32}, TEXT, "--model dit-tiny"),
+    "tokenizer": (DIT | {"tokenizer": "bpe:300"}, TEXT, "--model dit-tiny"),
     "placements": (
         {"system": "fsdp", "placements": "zero2", "ranks": 2, "pp_degree": 2},
         {"pp_degree": 1},

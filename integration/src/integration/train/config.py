@@ -11,6 +11,7 @@ import tyro
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from integration.data import BYTES
 from integration.device import DeviceOption
 from integration.errors import UsageError
 from integration.systems import REST, Degrees, Placements, get_system
@@ -92,7 +93,10 @@ class TrainConfig:
     micro_batch: Positive = 4
     """Samples of a microbatch on one rank."""
     sequence_length: Positive = 64
-    """Tokens (bytes) per sample of text."""
+    """Tokens per sample of text."""
+    tokenizer: str = BYTES
+    """Tokenizer of text: bytes; bpe:N, a byte-level BPE of N tokens that is trained on the data; or
+    a tokenizer.json of the library tokenizers."""
     optimizer: Literal["adamw", "adam8bit", "muon"] = "adamw"
     """torch's fused AdamW; fsdp's AdamW with 8-bit moments; or fsdp's Muon, and AdamW otherwise."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3

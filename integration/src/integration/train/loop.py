@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from integration.data import Batch, BatchLoader, Samples, load_samples
+from integration.data import Batch, BatchLoader, Samples, Tokenization, load_samples
 from integration.errors import DivergedError
 from integration.train.checkpoint import checkpoint
 from integration.train.checkpoint.saver import CheckpointSaver
@@ -51,12 +51,7 @@ class Trainer:
         self._setup = setup
         self._world = world
         self._device = setup.system.device
-        data = load_samples(
-            setup.shape.modality,
-            config.data,
-            sequence_length=config.sequence_length,
-            seed=config.seed,
-        )
+        data = _load_data(setup, world)
         self._data_source = data.source
         self._tokens_per_step = config.global_batch * data.tokens
         self._loader = _batch_loader(setup, world, data)
@@ -276,6 +271,22 @@ class Trainer:
         )
 
 
+def _load_data(setup: Setup, world: World) -> Samples:
+    config, checkpoints = setup.config, setup.resume_from and setup.resume_from.parent
+    return load_samples(
+        setup.shape.modality,
+        config.data,
+        sequence_length=config.sequence_length,
+        seed=config.seed,
+        tokenization=Tokenization(
+            config.tokenizer,
+            folder=config.out,
+            resumed=checkpoints and checkpoints.parent,
+            first_on_host=world.is_first_on_host,
+        ),
+    )
+
+
 def _batch_loader(setup: Setup, world: World, data: Samples) -> BatchLoader:
     """Returns the loader of this rank's microbatches.
 
@@ -296,6 +307,7 @@ def _identity(setup: Setup, data: Samples) -> checkpoint.Identity:
         global_batch=config.global_batch,
         seed=config.seed,
         optimizer=config.optimizer,
+        tokenizer=data.tokenizer,
     )
 
 

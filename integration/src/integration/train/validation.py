@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, fields
 
 import torch
 
-from integration.data import BatchPlan, Modality
+from integration.data import BatchPlan, Modality, vocabulary_of
 from integration.device import Device, local_ranks, select_device
 from integration.errors import UsageError
 from integration.models import ModelShape, model_shape
@@ -117,6 +117,13 @@ RULES: tuple[OptionRule, ...] = (
         lambda config: _trains_on_text(config),
         "a language model, as others have samples of one size",
         "leave --sequence-length out, or choose another --model",
+    ),
+    OptionRule(
+        "tokenizer",
+        "model",
+        lambda config: _trains_on_text(config),
+        "a language model, as others have no text",
+        "leave --tokenizer out, or choose another --model",
     ),
     OptionRule(
         "dropout",
@@ -233,6 +240,8 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
     device = select_device(config.device, local_ranks(config.ranks))
     system = _supported_system(config, device)
     shape = model_shape(config.model)
+    if shape.modality is Modality.TEXT:
+        shape = shape.with_vocabulary(vocabulary_of(config.tokenizer))
     if system.families is not None and shape.family not in system.families:
         raise UsageError(
             f"system {system.name!r} has no plan for model {config.model!r}; give another --system"
