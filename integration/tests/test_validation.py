@@ -28,6 +28,8 @@ PAIRS = {
     "data": (DIT | {"data": Path("text")}, TEXT, "--model dit-tiny"),
     "sequence_length": (DIT | {"sequence_length": 32}, TEXT, "--model dit-tiny"),
     "tokenizer": (DIT | {"tokenizer": "bpe:300"}, TEXT, "--model dit-tiny"),
+    "eval_every": ({"eval_every": 5}, {"eval_samples": 8}, "--eval-samples 0"),
+    "eval_samples": ({"eval_samples": 12}, {"global_batch": 4}, "--global-batch 8"),
     "placements": (
         {"system": "fsdp", "placements": "zero2", "ranks": 2, "pp_degree": 2},
         {"pp_degree": 1},

@@ -130,6 +130,11 @@ class TrainConfig:
     """Backend of torch.compile for each layer."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of compute; with bf16, weights and gradient reductions are fp32."""
+    eval_samples: Annotated[int, Field(ge=0)] = 0
+    """Samples that are held out from training, and evaluated after the last step: a multiple of
+    --global-batch."""
+    eval_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations of --eval-samples; 0 evaluates after the last step only."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0 saves only at the end and on SIGTERM."""
     checkpoint_async: bool = False

@@ -23,6 +23,8 @@ class StepRecord:
         mfu: model FLOPs utilization, of the peak FLOP/s of all ranks.
         gradient_norm: total norm of the gradients before clipping; None without clipping.
         learning_rate: learning rate of the update.
+        eval_loss: mean loss of the held-out samples after the update; None without an evaluation.
+        eval_perplexity: its exponential, for text.
     """
 
     step: int
@@ -33,6 +35,8 @@ class StepRecord:
     tokens_per_second: float | None = None
     mfu: float | None = None
     learning_rate: float | None = None
+    eval_loss: float | None = None
+    eval_perplexity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class RunSummary:
             unless the run was resumed.
         collectives: collectives of the first rank in the step of ``--count-collectives``.
         product_flops: FLOPs of the first rank's matrix products and attention in that step.
+        eval_loss: mean loss of the held-out samples after the last step; None without any.
+        eval_perplexity: its exponential, for text.
     """
 
     system: str
@@ -84,6 +90,8 @@ class RunSummary:
     first_masks: str | None = None
     collectives: list[CollectiveCount] | None = None
     product_flops: int | None = None
+    eval_loss: float | None = None
+    eval_perplexity: float | None = None
 
     @property
     def model_ranks(self) -> int:

@@ -126,6 +126,20 @@ RULES: tuple[OptionRule, ...] = (
         "leave --tokenizer out, or choose another --model",
     ),
     OptionRule(
+        "eval_every",
+        "eval_samples",
+        lambda config: config.eval_samples > 0,
+        "--eval-samples of at least --global-batch, which are held out",
+        "give --eval-samples as well, or leave --eval-every out",
+    ),
+    OptionRule(
+        "eval_samples",
+        "global_batch",
+        lambda config: config.eval_samples % config.global_batch == 0,
+        "a multiple of --global-batch, as steps of the same size evaluate them",
+        "give such a number, or leave --eval-samples out",
+    ),
+    OptionRule(
         "dropout",
         "cp",
         lambda config: config.cp == 1,
@@ -313,6 +327,7 @@ def _require_plain(config: TrainConfig) -> None:
         "--pp-degree": config.pp_degree > 1,
         "--init-from": config.init_from is not None,
         "--fingerprint": config.fingerprint,
+        "--eval-samples": config.eval_samples > 0,
         "--clip-grad-norm": config.clip_grad_norm is not None,
         "--checkpoint-every": config.checkpoint_every > 0,
     }
