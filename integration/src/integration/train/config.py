@@ -105,8 +105,13 @@ class TrainConfig:
     """Decoupled weight decay."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of linear warm-up of the learning rate."""
+    schedule: Literal["linear", "cosine"] = "linear"
+    """Learning rate after warm-up: constant, then linear over --decay-steps; or a cosine over all
+    steps, from --learning-rate to --min-learning-rate."""
     decay_steps: Annotated[int, Field(ge=0)] = 0
     """Last steps, with linear decay of the learning rate towards 0."""
+    min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate of the last step of a cosine."""
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip gradients to this total norm."""
     seed: Annotated[int, Field(ge=0)] = 0

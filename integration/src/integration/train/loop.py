@@ -95,6 +95,7 @@ class Trainer:
             steps=config.steps,
             warmup=config.warmup_steps,
             decay=config.decay_steps,
+            cosine_to=_last_share(config),
         )
         self._saver = CheckpointSaver(
             config.out,
@@ -311,6 +312,13 @@ class Trainer:
             eval_loss=self._eval_loss,
             eval_perplexity=self._perplexity(self._eval_loss),
         )
+
+
+def _last_share(config: TrainConfig) -> float | None:
+    """Returns the last share of the learning rate of a cosine; None: there is none."""
+    if config.schedule != "cosine":
+        return None
+    return config.min_learning_rate / config.learning_rate
 
 
 def _load_data(setup: Setup, world: World) -> Samples:

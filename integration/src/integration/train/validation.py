@@ -126,6 +126,27 @@ RULES: tuple[OptionRule, ...] = (
         "leave --tokenizer out, or choose another --model",
     ),
     OptionRule(
+        "decay_steps",
+        "schedule",
+        lambda config: config.schedule == "linear",
+        "--schedule linear, as a cosine falls over all steps after --warmup-steps",
+        "leave --decay-steps out, or use --schedule linear",
+    ),
+    OptionRule(
+        "min_learning_rate",
+        "schedule",
+        lambda config: config.schedule == "cosine",
+        "--schedule cosine, as a linear decay ends near 0",
+        "give that, or leave --min-learning-rate out",
+    ),
+    OptionRule(
+        "min_learning_rate",
+        "learning_rate",
+        lambda config: config.min_learning_rate <= config.learning_rate,
+        "at most --learning-rate",
+        "give a smaller one, or a larger --learning-rate",
+    ),
+    OptionRule(
         "eval_every",
         "eval_samples",
         lambda config: config.eval_samples > 0,
