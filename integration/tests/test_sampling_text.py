@@ -43,7 +43,10 @@ def test_a_temperature_of_zero_takes_the_most_probable_token(untrained):
 def test_the_seed_decides_and_torchs_generator_does_not(untrained):
     options = TextSampling(prompt="x", max_tokens=12)
     torch.manual_seed(1)
+    state = torch.get_rng_state()
     first = generate(untrained, options, samples=2, seed=7)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(2)
     state = torch.get_rng_state()
     assert generate(untrained, options, samples=2, seed=7) == first
     assert torch.equal(state, torch.get_rng_state())

@@ -35,7 +35,14 @@ from integration.train.measurement.evaluation import Evaluator, plain_loss
 from integration.train.measurement.profiling import StepProfiler
 from integration.train.measurement.progress import ProgressDisplay
 from integration.train.measurement.throughput import Throughput
-from integration.train.metrics import MetricsFile, RunSummary, StepRecord, write_summary
+from integration.train.metrics import (
+    MetricsFile,
+    RunStart,
+    RunSummary,
+    StepRecord,
+    write_start,
+    write_summary,
+)
 from integration.train.model.parallel_model import parallel_model, weights_hash
 from integration.train.optimizers import build_optimizer
 from integration.train.setup import Setup
@@ -187,6 +194,8 @@ class Trainer:
         watchdog = Watchdog(config.out, timeout=config.timeout)
         self._throughput = Throughput.of(self._setup, self._sample)
         with outputs, display, watchdog, closing(profiler):
+            if is_main:
+                write_start(config.out, self._start())
             for notice in self._setup.notices:
                 display.say(notice)
             if self.step:
@@ -217,6 +226,14 @@ class Trainer:
         if is_main:
             write_summary(config.out, summary)
         return True
+
+    def _start(self) -> RunStart:
+        system = self._setup.system
+        pipeline = self._setup.config.pp_degree
+        words = [system.name, *system.degrees.options]
+        if pipeline > 1:
+            words.append(f"--pp-degree {pipeline}")
+        return RunStart(self.step, " ".join(words), self._world.size)
 
     def _timed_step(self, stop: StopRequest) -> tuple[StepRecord, bool]:
         started = time.perf_counter()

@@ -8,6 +8,7 @@ from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
+STARTS_FILE = "starts.jsonl"
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,21 @@ class StepRecord:
     learning_rate: float | None = None
     eval_loss: float | None = None
     eval_perplexity: float | None = None
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """A start of a run, from the beginning or from a checkpoint.
+
+    Attributes:
+        step: steps completed before it.
+        system: system, with the options of its degrees.
+        world_size: number of ranks.
+    """
+
+    step: int
+    system: str
+    world_size: int
 
 
 @dataclass(frozen=True)
@@ -134,6 +150,23 @@ def read_metrics(folder: Path) -> list[StepRecord]:
         return []
     lines = path.read_text().splitlines(keepends=True)
     return [StepRecord(**json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+def write_start(folder: Path, start: RunStart) -> None:
+    """Appends a start to ``starts.jsonl``; one at an earlier step than others replaces these."""
+    starts = [each for each in read_starts(folder) if each.step < start.step]
+    text = "".join(json.dumps(asdict(each)) + "\n" for each in [*starts, start])
+    scratch = (folder / STARTS_FILE).with_suffix(".partial")
+    scratch.write_text(text)
+    os.replace(scratch, folder / STARTS_FILE)
+
+
+def read_starts(folder: Path) -> list[RunStart]:
+    """Returns the starts of a run in order; an empty list where there is no file."""
+    path = folder / STARTS_FILE
+    if not path.exists():
+        return []
+    return [RunStart(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def write_summary(folder: Path, summary: RunSummary) -> None:
