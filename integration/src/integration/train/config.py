@@ -97,8 +97,9 @@ class TrainConfig:
     tokenizer: str = BYTES
     """Tokenizer of text: bytes; bpe:N, a byte-level BPE of N tokens that is trained on the data; or
     a tokenizer.json of the library tokenizers."""
-    optimizer: Literal["adamw", "adam8bit", "muon"] = "adamw"
-    """torch's fused AdamW; fsdp's AdamW with 8-bit moments; or fsdp's Muon, and AdamW otherwise."""
+    optimizer: Literal["adamw", "adam8bit", "muon", "soap"] = "adamw"
+    """torch's fused AdamW; fsdp's AdamW with 8-bit moments; or fsdp's Muon or SOAP for the matrices
+    of the layers, and AdamW otherwise."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     """Learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
