@@ -32,6 +32,25 @@ def test_it_rises_stays_and_falls(warmup, decay, shares):
         )
 
 
+@pytest.mark.parametrize(
+    ("warmup", "last", "shares"),
+    [
+        (0, 0.0, [1, 0.75, 0.25, 0]),
+        (1, 0.0, [1, 0.75, 0.25, 0]),
+        (2, 0.2, [0.5, 1, 0.6, 0.2]),
+        (4, 0.5, [0.25, 0.5, 0.75, 1]),
+    ],
+)
+def test_a_cosine_falls_from_the_last_step_of_warm_up_to_the_last_step(warmup, last, shares):
+    _, found = schedule(steps=4, warmup=warmup, decay=0, cosine_to=last)
+    assert [found.share(step) for step in range(1, 5)] == pytest.approx(shares)
+
+
+def test_one_step_has_the_full_rate():
+    _, found = schedule(steps=1, warmup=0, decay=0, cosine_to=0.1)
+    assert found.share(1) == 1
+
+
 def test_a_checkpoint_does_not_change_what_it_is_a_share_of():
     optimizer, found = schedule(steps=6, warmup=2, decay=0)
     found.apply(1)

@@ -1,20 +1,35 @@
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from integration.data import BatchLoader, BatchPlan, Corpus, TextWindows
+from integration.data import BatchLoader, BatchPlan, TextWindows
 from integration.errors import UsageError
 
 LENGTH = 8
 
 
+class Repeated:
+    """Tokens of which every one of window w is w: a sample tells which window it is."""
+
+    unit = "bytes"
+
+    def __init__(self, windows):
+        self.tokens = np.arange(windows, dtype=np.uint8).repeat(LENGTH)
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def read(self, start, stop):
+        return self.tokens[start:stop]
+
+
 def corpus(windows):
-    # Every byte of window w is w: a sample tells which window it is.
-    data = torch.arange(windows, dtype=torch.uint8).repeat_interleave(LENGTH)
-    return TextWindows(Corpus(data, "made up", "0"), LENGTH)
+    stream = Repeated(windows)
+    return TextWindows(stream, LENGTH, source="made up", size=len(stream), fingerprint="0")
 
 
 def plan(*, global_batch=8, micro=2, degree=1):

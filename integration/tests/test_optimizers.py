@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp.optim import Adam8bit, AdamW, Muon
+from fsdp.optim import SOAP, Adam8bit, AdamW, Muon
 from integration.models import build_model, model_shape
 from integration.train.config import TrainConfig
 from integration.train.launch.world import World
@@ -17,7 +17,8 @@ from testkit import run_ranks
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("adamw", torch.optim.AdamW), ("adam8bit", Adam8bit), ("muon", Muon)]
+    ("name", "kind"),
+    [("adamw", torch.optim.AdamW), ("adam8bit", Adam8bit), ("muon", Muon), ("soap", SOAP)],
 )
 def test_every_optimizer_has_all_parameters_and_the_same_options(name, kind):
     model = build_model(model_shape("llama-tiny"), seed=0)
@@ -28,7 +29,8 @@ def test_every_optimizer_has_all_parameters_and_the_same_options(name, kind):
     assert len(state_bytes) == len(list(model.parameters()))
     for group in optimizer.param_groups:
         assert (group["lr"], group["weight_decay"]) == (3e-4, 0.2)
-        assert group.get("betas", (0.9, 0.95)) == (0.9, 0.95)
+        betas = (0.95, 0.95) if group.get("use_soap", name == "soap") else (0.9, 0.95)
+        assert group.get("betas", betas) == betas
 
 
 def test_adamw_of_buffers_is_fsdps():
@@ -83,16 +85,18 @@ def test_adamw_of_buffers_trains_and_resumes_with_torchs_bits(system, tmp_path):
         assert all(losses == expected for losses in found.values()), found
 
 
-def test_muon_has_the_matrices_of_the_layers_and_adamw_the_others():
+@pytest.mark.parametrize("name", ["muon", "soap"])
+def test_the_matrices_of_the_layers_have_another_optimizer_than_the_other_parameters(name):
     model = build_model(model_shape("llama-tiny"), seed=0)
-    optimizer = build_optimizer("muon", model, learning_rate=3e-4, weight_decay=0.2)
+    optimizer = build_optimizer(name, model, learning_rate=3e-4, weight_decay=0.2)
     names = {param: name for name, param in model.named_parameters()}
     hidden, others = ([names[p] for p in group["params"]] for group in optimizer.param_groups)
-    assert [group.get("use_muon", True) for group in optimizer.param_groups] == [True, False]
+    assert [group.get(f"use_{name}", True) for group in optimizer.param_groups] == [True, False]
     assert len(hidden) == 2 * 7
     assert all(name.startswith("model.layers.") and "proj" in name for name in hidden)
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= set(others)
-    assert optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+    if name == "muon":
+        assert optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
 
 
 def test_muon_has_the_matrices_of_a_dits_blocks_too():

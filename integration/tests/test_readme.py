@@ -10,7 +10,8 @@ from integration.compare.options import CompareOptions, parse_options
 from integration.compare.setup import prepare as prepare_comparison
 from integration.hugging_face.__main__ import main as export
 from integration.pipeline import bubble
-from integration.sampling import SampleOptions, Sampling
+from integration.report.run import ReportOptions
+from integration.sampling import SampleOptions, Sampling, TextSampling
 from integration.sampling import main as sample
 from integration.scale.options import ScaleOptions
 from integration.scale.options import parse_options as parse_scale
@@ -120,7 +121,8 @@ def test_the_other_programs_take_what_the_pages_give_them(folder, monkeypatch, c
 
 
 def test_options_that_the_pages_name_exist(folder):
-    of = (TrainConfig, ScaleOptions, SoakOptions, SampleOptions, Sampling)
+    of = (TrainConfig, ScaleOptions, SoakOptions, SampleOptions, Sampling, TextSampling)
+    of = (*of, ReportOptions)
     known = {field for options in of for field in options.__dataclass_fields__}
     words = [word for word in CompareOptions().command_line() if word.startswith("--")]
     known |= {word[2:].replace(".no-", ".").replace("-", "_") for word in words}

@@ -165,7 +165,12 @@ def test_the_command_draws_a_row_per_sample(checkpoints, tmp_path):
 @pytest.mark.parametrize(
     ("checkpoint", "options", "message"),
     [
-        ("text", [], "expected a DiT, got a llama model"),
+        ("text", [], "--out: expected a name that ends in .txt, got picture.png"),
+        ("text", ["--guidance", "3"], "--guidance 3.0: expected a checkpoint of a DiT"),
+        ("one", ["--prompt", "1"], "--prompt 1: expected a checkpoint of a decoder"),
+        ("one", ["--max-tokens", "0"], "max tokens: expected at least 1, got 0"),
+        ("one", ["--temperature", "-1"], "temperature: expected a finite number"),
+        ("one", ["--top-k", "-1"], "top k: expected at least 0, got -1"),
         ("nowhere", [], "is not a complete checkpoint"),
         ("one", ["--samples", "0"], "--samples: expected at least 1, got 0"),
         ("one", ["--steps", "1000"], "sampling steps: expected 1 to 999"),
@@ -175,7 +180,6 @@ def test_the_command_draws_a_row_per_sample(checkpoints, tmp_path):
             "--out: expected a name that ends in .png, got picture.gif",
         ),
     ],
-    ids=["language model", "absent", "no samples", "steps", "format"],
 )
 def test_a_mistake_is_one_sentence_and_nothing_is_written(
     checkpoints, tmp_path, capsys, monkeypatch, checkpoint, options, message

@@ -27,6 +27,19 @@ PAIRS = {
     "dtype": (PIPELINE | {"dtype": "bf16"}, {"pp_degree": 1, "ranks": 1}, "--pp-degree 2"),
     "data": (DIT | {"data": Path("text")}, TEXT, "--model dit-tiny"),
     "sequence_length": (DIT | {"sequence_length": 32}, TEXT, "--model dit-tiny"),
+    "tokenizer": (DIT | {"tokenizer": "bpe:300"}, TEXT, "--model dit-tiny"),
+    "decay_steps": (
+        {"decay_steps": 5, "schedule": "cosine"},
+        {"schedule": "linear"},
+        "--schedule cosine",
+    ),
+    "min_learning_rate": (
+        {"min_learning_rate": 1e-4},
+        {"schedule": "cosine"},
+        "--schedule linear",
+    ),
+    "eval_every": ({"eval_every": 5}, {"eval_samples": 8}, "--eval-samples 0"),
+    "eval_samples": ({"eval_samples": 12}, {"global_batch": 4}, "--global-batch 8"),
     "placements": (
         {"system": "fsdp", "placements": "zero2", "ranks": 2, "pp_degree": 2},
         {"pp_degree": 1},
@@ -232,3 +245,8 @@ def test_validation_makes_no_process_group():
     )
     result = run_python("-c", script)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_cosine_does_not_rise():
+    with pytest.raises(UsageError, match=r"--min-learning-rate 0\.1: expected at most --learning"):
+        validate(TrainConfig(**TEXT, schedule="cosine", min_learning_rate=0.1))

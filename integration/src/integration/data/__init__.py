@@ -3,33 +3,33 @@
 from enum import StrEnum
 from pathlib import Path
 
+from integration.data.corpus import open_corpus
 from integration.data.digits import Digits
 from integration.data.loader import Batch, BatchLoader, BatchPlan, Samples
-from integration.data.text import (
-    Corpus,
-    TextWindows,
-    corpus_files,
-    corpus_size,
-    load_corpus,
-    require_bytes,
-)
+from integration.data.preparation import TOKENIZER_FILE, Tokenization, prepare_text
+from integration.data.split import Split, split
+from integration.data.text import TextWindows, require_tokens
+from integration.data.tokenizer import BYTES, vocabulary_of
 from integration.errors import UsageError
 
 __all__ = [
+    "BYTES",
+    "TOKENIZER_FILE",
     "Batch",
     "BatchLoader",
     "BatchPlan",
-    "Corpus",
     "Digits",
     "Modality",
     "Samples",
+    "Split",
     "TextWindows",
-    "corpus_files",
-    "corpus_size",
-    "load_corpus",
+    "Tokenization",
     "load_samples",
-    "require_bytes",
+    "open_corpus",
     "require_source",
+    "require_tokens",
+    "split",
+    "vocabulary_of",
 ]
 
 
@@ -47,7 +47,7 @@ def require_source(modality: Modality, path: Path | None) -> None:
         UsageError: the path is invalid, or the modality has no ``--data``.
     """
     if modality is Modality.TEXT:
-        corpus_files(path)
+        open_corpus(path)
     elif path is not None:
         raise UsageError(
             f"--data: expected none, as this model trains on {Digits.source}, got {path};"
@@ -56,19 +56,25 @@ def require_source(modality: Modality, path: Path | None) -> None:
 
 
 def load_samples(
-    modality: Modality, path: Path | None, *, sequence_length: int, seed: int
+    modality: Modality,
+    path: Path | None,
+    *,
+    sequence_length: int,
+    seed: int,
+    tokenization: Tokenization | None = None,
 ) -> Samples:
-    """Reads the training data.
+    """Returns the samples of a run; all ranks call it.
 
     Args:
         modality: modality of the model.
         path: file or folder of text; None: the standard library's sources.
         sequence_length: tokens of a sample of text.
         seed: seed of random values in samples.
+        tokenization: how text becomes tokens; by default a byte is one.
 
     Raises:
-        UsageError: as ``load_corpus``.
+        UsageError: as `prepare_text`.
     """
     if modality is Modality.TEXT:
-        return TextWindows(load_corpus(path), sequence_length)
+        return prepare_text(path, sequence_length, tokenization or Tokenization())
     return Digits(seed)

@@ -37,6 +37,7 @@ class Digits:
     """
 
     source = "scikit-learn's handwritten digits"
+    tokenizer = None
     tokens = _PATCHES
 
     def __init__(self, seed: int) -> None:

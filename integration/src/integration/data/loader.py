@@ -32,12 +32,14 @@ class Samples(Protocol):
         source: description for reports.
         size: size in bytes, for reports.
         fingerprint: SHA-256 of the content; a checkpoint resumes on the same content only.
+        tokenizer: SHA-256 of the tokenizer of text; None: a token is a byte, or there is no text.
         tokens: tokens of a sample.
     """
 
     source: str
     size: int
     fingerprint: str
+    tokenizer: str | None
     tokens: int
 
     def __len__(self) -> int:

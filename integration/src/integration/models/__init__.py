@@ -9,7 +9,6 @@ from torch import nn
 
 from integration.errors import UsageError
 from integration.models.decoders import (
-    BYTE_VOCABULARY,
     DECODERS,
     DecoderShape,
     LlamaShape,
@@ -22,7 +21,6 @@ _SHAPES: dict[str, ModelShape] = {**DECODERS, **DITS}
 MODEL_NAMES: tuple[str, ...] = tuple(_SHAPES)
 
 __all__ = [
-    "BYTE_VOCABULARY",
     "MODEL_NAMES",
     "DecoderShape",
     "DiTShape",

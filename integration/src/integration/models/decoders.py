@@ -1,14 +1,12 @@
-"""Hugging Face's LLaMA and Mixtral, unmodified, for byte-level language modelling."""
+"""Hugging Face's LLaMA and Mixtral, unmodified."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from torch import nn
 
+from integration.data.tokenizer import BYTE_VOCABULARY
 from integration.models.shape import ModelShape
-
-# A token is a byte, so that no tokenizer is needed and any file is training data.
-BYTE_VOCABULARY = 256
 
 
 @dataclass(frozen=True)
@@ -24,6 +22,10 @@ class DecoderShape(ModelShape):
     num_key_value_heads: int
     vocab_size: int = BYTE_VOCABULARY
     tie_word_embeddings: bool = False
+
+    def with_vocabulary(self, size: int) -> ModelShape:
+        """Returns the shape with a vocabulary of ``size`` tokens."""
+        return replace(self, vocab_size=size)
 
     def options(self, *, dropout: float) -> dict[str, Any]:
         """Returns the arguments of the model's configuration.

@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from integration.data import Modality
+from integration.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,20 @@ class ModelShape(ABC):
     def layers_of(self, model: nn.Module) -> list[nn.Module]:
         """Returns the repeated layers of a model of this shape, in order."""
         return list(model.get_submodule(self.layers).children())
+
+    def with_vocabulary(self, size: int) -> "ModelShape":
+        """Returns the shape for a tokenizer of ``size`` tokens, by default itself.
+
+        Raises:
+            UsageError: it has fewer tokens.
+        """
+        found: int = getattr(self, "vocab_size", size)
+        if found < size:
+            raise UsageError(
+                f"--tokenizer: expected at most the model's vocab_size = {found} tokens, got"
+                f" {size}; give another tokenizer or --model"
+            )
+        return self
 
     @abstractmethod
     def build(self, *, dropout: float) -> nn.Module:

@@ -1,6 +1,6 @@
 """The layout of a pipeline, and the stages, schedule and loss of one of its ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -231,6 +231,28 @@ class RankPipeline:
         Gradients of plans are reduced in the ``last`` one.
         """
         self.prepare(batch)
+        with self._unreduced_gradients():
+            losses = self._run(self._schedule.step, batch, parts)
+        if last and self._plan_parts:
+            self._reduce_gradients()
+        if last:
+            add_gradients(self.tied, self.group)
+        return self._sum(losses)
+
+    def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Returns the loss of a microbatch, by forwards alone; gradients are disabled."""
+        self.prepare(batch)
+        return self._sum(self._run(self._schedule.eval, batch, parts=1))
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The parallelized parts of the model that this rank's stages compute with."""
+        return list(self._parts.values())
+
+    def _run(
+        self, run: Callable[..., Any], batch: Mapping[str, Tensor], parts: int
+    ) -> list[Tensor]:
+        """Runs the schedule; returns the losses of its microbatches, of ``parts`` times as many."""
         self._share = 1.0 / (self._layout.microbatches * parts)
         inputs = self._family.inputs(batch) if 0 in self._parts else ()
         keywords = self._family.keywords(batch)
@@ -239,17 +261,13 @@ class RankPipeline:
         losses: list[Tensor] = []
         if self._random is not None:
             self._random.begin()
-        with self._unreduced_gradients():
-            self._schedule.step(
-                *inputs, target=target, losses=losses, return_outputs=False, **keywords
-            )
+        run(*inputs, target=target, losses=losses, return_outputs=False, **keywords)
         if self._random is not None:
             self._random.end(self._layout.microbatches)
-        if last and self._plan_parts:
-            self._reduce_gradients()
-        if last:
-            add_gradients(self.tied, self.group)
-        # Only the last stage has losses; the sum sends them to all.
+        return losses
+
+    def _sum(self, losses: Sequence[Tensor]) -> Tensor:
+        """Returns the sum of the last stage's losses, which other ranks do not have, on all."""
         loss = torch.zeros((), dtype=torch.float64, device=self._device.current)
         for each in losses:
             loss += each.detach()

@@ -32,6 +32,16 @@ class Stage(PipelineStage):
         output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
         return stage_output(output, last=self.is_last)
 
+    # torch's V-shaped schedules pass gradients between a rank's stages also where there are none.
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Returns the gradients of a microbatch's inputs; torch's schedules call it."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Takes the gradients of a microbatch's outputs; torch's schedules call it."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
 
 def stage_output(output: Any, *, last: bool) -> Any:
     """Returns the loss in the last stage's output, and the local tensors of another's."""

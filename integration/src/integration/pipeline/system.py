@@ -1,5 +1,7 @@
 """The system of a pipeline whose stages another system parallelizes, made from a run's options."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -82,6 +84,18 @@ class PipelineSystem(System):
         del model
         assert self._running is not None
         return self._running.forward_backward(batch, parts, last=last)
+
+    def evaluated_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Returns the parts of this rank's stages."""
+        del model
+        assert self._running is not None
+        return self._running.parts
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Runs the forwards of the schedule on a microbatch; returns its loss on all ranks."""
+        del model
+        assert self._running is not None
+        return self._running.evaluate(batch)
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clips gradients by their total norm over all stages."""

@@ -1,6 +1,7 @@
 """The interface of systems, with which the trainer parallelizes and runs a model."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -132,6 +133,15 @@ class System(ABC):
             loss = loss_of(model(**batch)) / parts
             loss.backward()
         return loss.detach()
+
+    def evaluated_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Returns the modules that ``evaluate`` calls."""
+        return [model]
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Returns the loss of a microbatch, where gradients are disabled."""
+        with self.microbatch(model, last=True):
+            return loss_of(model(**batch))
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clips gradients to the total norm ``max_norm``; returns the norm before."""

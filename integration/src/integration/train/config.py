@@ -11,6 +11,7 @@ import tyro
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from integration.data import BYTES
 from integration.device import DeviceOption
 from integration.errors import UsageError
 from integration.systems import REST, Degrees, Placements, get_system
@@ -95,17 +96,26 @@ class TrainConfig:
     micro_batch: Positive = 4
     """Samples of a microbatch on one rank."""
     sequence_length: Positive = 64
-    """Tokens (bytes) per sample of text."""
-    optimizer: Literal["adamw", "adam8bit", "muon"] = "adamw"
-    """torch's fused AdamW; fsdp's AdamW with 8-bit moments; or fsdp's Muon, and AdamW otherwise."""
+    """Tokens per sample of text."""
+    tokenizer: str = BYTES
+    """Tokenizer of text: bytes; bpe:N, a byte-level BPE of N tokens that is trained on the data; or
+    a tokenizer.json of the library tokenizers."""
+    optimizer: Literal["adamw", "adam8bit", "muon", "soap"] = "adamw"
+    """torch's fused AdamW; fsdp's AdamW with 8-bit moments; or fsdp's Muon or SOAP for the matrices
+    of the layers, and AdamW otherwise."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     """Learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled weight decay."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of linear warm-up of the learning rate."""
+    schedule: Literal["linear", "cosine"] = "linear"
+    """Learning rate after warm-up: constant, then linear over --decay-steps; or a cosine over all
+    steps, from --learning-rate to --min-learning-rate."""
     decay_steps: Annotated[int, Field(ge=0)] = 0
     """Last steps, with linear decay of the learning rate towards 0."""
+    min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate of the last step of a cosine."""
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip gradients to this total norm."""
     seed: Annotated[int, Field(ge=0)] = 0
@@ -129,6 +139,11 @@ class TrainConfig:
     """Backend of torch.compile for each layer."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of compute; with bf16, weights and gradient reductions are fp32."""
+    eval_samples: Annotated[int, Field(ge=0)] = 0
+    """Samples that are held out from training, and evaluated after the last step: a multiple of
+    --global-batch."""
+    eval_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations of --eval-samples; 0 evaluates after the last step only."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0 saves only at the end and on SIGTERM."""
     checkpoint_async: bool = False

@@ -4,16 +4,23 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from integration.data import Batch, BatchLoader, Samples, load_samples
+from integration.data import (
+    Batch,
+    BatchLoader,
+    Modality,
+    Samples,
+    Tokenization,
+    load_samples,
+    split,
+)
 from integration.errors import DivergedError
 from integration.train.checkpoint import checkpoint
 from integration.train.checkpoint.saver import CheckpointSaver
@@ -24,10 +31,18 @@ from integration.train.launch.world import World
 from integration.train.learning_rate import LearningRateSchedule
 from integration.train.measurement.collectives import CollectiveCounter
 from integration.train.measurement.dropout_masks import DropoutMasks
+from integration.train.measurement.evaluation import Evaluator, plain_loss
 from integration.train.measurement.profiling import StepProfiler
 from integration.train.measurement.progress import ProgressDisplay
 from integration.train.measurement.throughput import Throughput
-from integration.train.metrics import MetricsFile, RunSummary, StepRecord, write_summary
+from integration.train.metrics import (
+    MetricsFile,
+    RunStart,
+    RunSummary,
+    StepRecord,
+    write_start,
+    write_summary,
+)
 from integration.train.model.parallel_model import parallel_model, weights_hash
 from integration.train.optimizers import build_optimizer
 from integration.train.setup import Setup
@@ -51,15 +66,11 @@ class Trainer:
         self._setup = setup
         self._world = world
         self._device = setup.system.device
-        data = load_samples(
-            setup.shape.modality,
-            config.data,
-            sequence_length=config.sequence_length,
-            seed=config.seed,
-        )
+        data = _load_data(setup, world)
         self._data_source = data.source
         self._tokens_per_step = config.global_batch * data.tokens
-        self._loader = _batch_loader(setup, world, data)
+        parts = split(data, config.eval_samples)
+        self._loader = _batch_loader(setup, world, parts.training)
         self._sample = data.sample(0, 0)
         # Step of the newest checkpoint in the run folder, as far as this run knows.
         self._saved_step: int | None = None
@@ -70,6 +81,12 @@ class Trainer:
             self._loader.load_state_dict({"step": manifest.step})
         parallel = parallel_model(setup, world)
         self.model, self._parameters = parallel.model, parallel.parameters
+        self._evaluator: Evaluator | None = None
+        if parts.held_out is not None:
+            loader = _batch_loader(setup, world, parts.held_out)
+            steps = config.eval_samples // config.global_batch
+            self._evaluator = Evaluator(setup.system, self.model, loader, steps=steps)
+        self._eval_loss: float | None = None  # of the last evaluation
         self._initial_weights = weights_hash(self.model) if config.fingerprint else None
         self._first_masks: str | None = None
         self._collectives = CollectiveCounter(config.count_collectives)
@@ -86,6 +103,7 @@ class Trainer:
             steps=config.steps,
             warmup=config.warmup_steps,
             decay=config.decay_steps,
+            cosine_to=_last_share(config),
         )
         self._saver = CheckpointSaver(
             config.out,
@@ -151,7 +169,7 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self._device.current)
         for index, batch in enumerate(microbatches):
             last = index == len(microbatches) - 1
-            total += _whole(
+            total += plain_loss(
                 self._setup.system.forward_backward(
                     self.model, batch, parts=len(microbatches), last=last
                 )
@@ -177,6 +195,8 @@ class Trainer:
         watchdog = Watchdog(config.out, timeout=config.timeout)
         self._throughput = Throughput.of(self._setup, self._sample)
         with outputs, display, watchdog, closing(profiler):
+            if is_main:
+                write_start(config.out, self._start())
             for notice in self._setup.notices:
                 display.say(notice)
             if self.step:
@@ -185,6 +205,9 @@ class Trainer:
                 watchdog.step(f"step {self.step + 1}")
                 with profiler.step(self.step + 1):
                     record, stopping = self._timed_step(stop)
+                if self._is_evaluated():
+                    watchdog.step(f"the evaluation after step {self.step}")
+                    record = self._evaluated(record)
                 outputs.append(record)
                 display.show(record)
                 if stopping and self.step < config.steps:
@@ -198,10 +221,20 @@ class Trainer:
             if config.final_checkpoint and self._saved_step != self.step:
                 self.save()
             self.finish_saving()
+        if self._evaluator is not None and self._eval_loss is None:  # all steps were done before
+            self._eval_loss = self._evaluator.loss()
         summary = self._summary()
         if is_main:
             write_summary(config.out, summary)
         return True
+
+    def _start(self) -> RunStart:
+        system = self._setup.system
+        pipeline = self._setup.config.pp_degree
+        words = [system.name, *system.degrees.options]
+        if pipeline > 1:
+            words.append(f"--pp-degree {pipeline}")
+        return RunStart(self.step, " ".join(words), self._world.size)
 
     def _timed_step(self, stop: StopRequest) -> tuple[StepRecord, bool]:
         started = time.perf_counter()
@@ -230,6 +263,26 @@ class Trainer:
             mfu=self._throughput.mfu(seconds),
         )
         return record, bool(shared[1])
+
+    def _is_evaluated(self) -> bool:
+        """Returns whether an evaluation follows the current step."""
+        config = self._setup.config
+        every = config.eval_every
+        is_due = self.step == config.steps or (every > 0 and self.step % every == 0)
+        return self._evaluator is not None and is_due
+
+    def _evaluated(self, record: StepRecord) -> StepRecord:
+        """Evaluates the held-out samples; returns the step's record with the results."""
+        assert self._evaluator is not None
+        self._eval_loss = self._evaluator.loss()
+        return replace(
+            record, eval_loss=self._eval_loss, eval_perplexity=self._perplexity(self._eval_loss)
+        )
+
+    def _perplexity(self, loss: float | None) -> float | None:
+        if loss is None or self._setup.shape.modality is not Modality.TEXT:
+            return None
+        return float(torch.tensor(loss, dtype=torch.float64).exp())  # infinite where exp raises
 
     def _diverged(self, loss: float, generators: dict[str, Tensor]) -> DivergedError:
         """Saves the state before the current step, whose loss is not finite."""
@@ -274,7 +327,32 @@ class Trainer:
             first_masks=self._first_masks,
             collectives=self._collectives.counts,
             product_flops=self._collectives.product_flops,
+            eval_loss=self._eval_loss,
+            eval_perplexity=self._perplexity(self._eval_loss),
         )
+
+
+def _last_share(config: TrainConfig) -> float | None:
+    """Returns the last share of the learning rate of a cosine; None: there is none."""
+    if config.schedule != "cosine":
+        return None
+    return config.min_learning_rate / config.learning_rate
+
+
+def _load_data(setup: Setup, world: World) -> Samples:
+    config, checkpoints = setup.config, setup.resume_from and setup.resume_from.parent
+    return load_samples(
+        setup.shape.modality,
+        config.data,
+        sequence_length=config.sequence_length,
+        seed=config.seed,
+        tokenization=Tokenization(
+            config.tokenizer,
+            folder=config.out,
+            resumed=checkpoints and checkpoints.parent,
+            first_on_host=world.is_first_on_host,
+        ),
+    )
 
 
 def _batch_loader(setup: Setup, world: World, data: Samples) -> BatchLoader:
@@ -297,12 +375,9 @@ def _identity(setup: Setup, data: Samples) -> checkpoint.Identity:
         global_batch=config.global_batch,
         seed=config.seed,
         optimizer=config.optimizer,
+        tokenizer=data.tokenizer,
+        eval_samples=config.eval_samples,
     )
-
-
-def _whole(loss: Tensor) -> Tensor:
-    """Returns a loss as a plain tensor."""
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 def _tensorboard_writer(folder: Path, first_step: int) -> "SummaryWriter":
@@ -335,6 +410,8 @@ class _Outputs(AbstractContextManager["_Outputs"]):
                 "MFU": record.mfu,
                 "gradient norm": record.gradient_norm,
                 "learning rate": record.learning_rate,
+                "evaluation loss": record.eval_loss,
+                "evaluation perplexity": record.eval_perplexity,
             }
             for name, value in optional.items():
                 if value is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
+STARTS_FILE = "starts.jsonl"
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class StepRecord:
         mfu: model FLOPs utilization, of the peak FLOP/s of all ranks.
         gradient_norm: total norm of the gradients before clipping; None without clipping.
         learning_rate: learning rate of the update.
+        eval_loss: mean loss of the held-out samples after the update; None without an evaluation.
+        eval_perplexity: its exponential, for text.
     """
 
     step: int
@@ -33,6 +36,23 @@ class StepRecord:
     tokens_per_second: float | None = None
     mfu: float | None = None
     learning_rate: float | None = None
+    eval_loss: float | None = None
+    eval_perplexity: float | None = None
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """A start of a run, from the beginning or from a checkpoint.
+
+    Attributes:
+        step: steps completed before it.
+        system: system, with the options of its degrees.
+        world_size: number of ranks.
+    """
+
+    step: int
+    system: str
+    world_size: int
 
 
 @dataclass(frozen=True)
@@ -66,6 +86,8 @@ class RunSummary:
             unless the run was resumed.
         collectives: collectives of the first rank in the step of ``--count-collectives``.
         product_flops: FLOPs of the first rank's matrix products and attention in that step.
+        eval_loss: mean loss of the held-out samples after the last step; None without any.
+        eval_perplexity: its exponential, for text.
     """
 
     system: str
@@ -84,6 +106,8 @@ class RunSummary:
     first_masks: str | None = None
     collectives: list[CollectiveCount] | None = None
     product_flops: int | None = None
+    eval_loss: float | None = None
+    eval_perplexity: float | None = None
 
     @property
     def model_ranks(self) -> int:
@@ -126,6 +150,23 @@ def read_metrics(folder: Path) -> list[StepRecord]:
         return []
     lines = path.read_text().splitlines(keepends=True)
     return [StepRecord(**json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+def write_start(folder: Path, start: RunStart) -> None:
+    """Appends a start to ``starts.jsonl``; one at an earlier step than others replaces these."""
+    starts = [each for each in read_starts(folder) if each.step < start.step]
+    text = "".join(json.dumps(asdict(each)) + "\n" for each in [*starts, start])
+    scratch = (folder / STARTS_FILE).with_suffix(".partial")
+    scratch.write_text(text)
+    os.replace(scratch, folder / STARTS_FILE)
+
+
+def read_starts(folder: Path) -> list[RunStart]:
+    """Returns the starts of a run in order; an empty list where there is no file."""
+    path = folder / STARTS_FILE
+    if not path.exists():
+        return []
+    return [RunStart(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def write_summary(folder: Path, summary: RunSummary) -> None:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 ADAMW = "adamw"
 ADAM_8BIT = "adam8bit"
 MUON = "muon"
+SOAP = "soap"
 
 _BETAS = (0.9, 0.95)
 _LAYERS = (".layers.", ".blocks.")  # in parameter names of decoders and of a DiT
@@ -27,7 +28,8 @@ def build_optimizer(
     Args:
         name: ``adamw``, torch's fused AdamW, which every system supports, or fsdp's with its bits
             where parameters are in buffers; ``adam8bit``, fsdp's AdamW with 8-bit moments; or
-            ``muon``, fsdp's Muon for the matrices of the layers and AdamW for the others.
+            ``muon`` or ``soap``, fsdp's Muon or SOAP for the matrices of the layers, and AdamW for
+            the other parameters.
         model: the model as its system has wrapped it.
         learning_rate: learning rate of all parameters; Muon's updates are scaled to AdamW's.
         weight_decay: decoupled weight decay of all parameters.
@@ -43,11 +45,15 @@ def build_optimizer(
         from fsdp.optim import Muon
 
         return Muon(
-            _muon_groups(model),
+            _matrix_groups(model, "use_muon"),
             lr=learning_rate,
             weight_decay=weight_decay,
             adjust_lr_fn="match_rms_adamw",
         )
+    if name == SOAP:
+        from fsdp.optim import SOAP as Soap
+
+        return Soap(_matrix_groups(model, "use_soap"), lr=learning_rate, weight_decay=weight_decay)
     assert name == ADAMW
     groups = _adamw_groups(model)
     options: dict[str, Any] = {"weight_decay": weight_decay, "fused": True}
@@ -66,11 +72,16 @@ def _adamw_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": group} for group in (plain, sharded) if group]
 
 
-def _muon_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Separates the matrices of the layers from embeddings, output layer and norms."""
+def _matrix_groups(model: nn.Module, option: str) -> list[dict[str, Any]]:
+    """Separates the matrices of the layers from embeddings, output layer and norms.
+
+    Args:
+        model: the model as its system has wrapped it.
+        option: of groups, which is False where AdamW updates them.
+    """
     hidden: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
         is_hidden_matrix = any(each in name for each in _LAYERS) and parameter.ndim == 2
         (hidden if is_hidden_matrix else others).append((name, parameter))
-    return [{"params": hidden}, {"params": others, "use_muon": False, "betas": _BETAS}]
+    return [{"params": hidden}, {"params": others, option: False, "betas": _BETAS}]

@@ -5,7 +5,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration.data import BatchPlan, Modality, corpus_size, require_bytes, require_source
+from integration.data import (
+    BYTES,
+    BatchPlan,
+    Modality,
+    open_corpus,
+    require_source,
+    require_tokens,
+)
 from integration.errors import UsageError
 from integration.models import ModelShape
 from integration.systems import System
@@ -63,8 +70,9 @@ def prepare(
     require_source(shape.modality, config.data)
     require_folder(config.out)
     require_outside(config.out, config.data)
-    if shape.modality is Modality.TEXT:
-        require_bytes(corpus_size(config.data), config.global_batch, config.sequence_length)
+    if shape.modality is Modality.TEXT and config.tokenizer == BYTES:
+        size = open_corpus(config.data).size
+        require_tokens(size, config.global_batch, config.sequence_length)
     resume_from, notices = _find_checkpoint(config, verification)
     if resume_from is not None and not system.supports_checkpoints:
         raise UsageError(

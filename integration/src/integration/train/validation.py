@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, fields
 
 import torch
 
-from integration.data import BatchPlan, Modality
+from integration.data import BatchPlan, Modality, vocabulary_of
 from integration.device import Device, local_ranks, select_device
 from integration.errors import UsageError
 from integration.models import ModelShape, model_shape
@@ -28,7 +28,7 @@ from integration.train.config import (
 )
 from integration.train.launch.world import declared_world
 from integration.train.measurement.profiling import StepRange
-from integration.train.optimizers import ADAMW
+from integration.train.optimizers import ADAMW, SOAP
 
 _DEFAULTS = {each.name: each.default for each in fields(TrainConfig)}
 assert MISSING not in _DEFAULTS.values()
@@ -117,6 +117,48 @@ RULES: tuple[OptionRule, ...] = (
         lambda config: _trains_on_text(config),
         "a language model, as others have samples of one size",
         "leave --sequence-length out, or choose another --model",
+    ),
+    OptionRule(
+        "tokenizer",
+        "model",
+        lambda config: _trains_on_text(config),
+        "a language model, as others have no text",
+        "leave --tokenizer out, or choose another --model",
+    ),
+    OptionRule(
+        "decay_steps",
+        "schedule",
+        lambda config: config.schedule == "linear",
+        "--schedule linear, as a cosine falls over all steps after --warmup-steps",
+        "leave --decay-steps out, or use --schedule linear",
+    ),
+    OptionRule(
+        "min_learning_rate",
+        "schedule",
+        lambda config: config.schedule == "cosine",
+        "--schedule cosine, as a linear decay ends near 0",
+        "give that, or leave --min-learning-rate out",
+    ),
+    OptionRule(
+        "min_learning_rate",
+        "learning_rate",
+        lambda config: config.min_learning_rate <= config.learning_rate,
+        "at most --learning-rate",
+        "give a smaller one, or a larger --learning-rate",
+    ),
+    OptionRule(
+        "eval_every",
+        "eval_samples",
+        lambda config: config.eval_samples > 0,
+        "--eval-samples of at least --global-batch, which are held out",
+        "give --eval-samples as well, or leave --eval-every out",
+    ),
+    OptionRule(
+        "eval_samples",
+        "global_batch",
+        lambda config: config.eval_samples % config.global_batch == 0,
+        "a multiple of --global-batch, as steps of the same size evaluate them",
+        "give such a number, or leave --eval-samples out",
     ),
     OptionRule(
         "dropout",
@@ -233,6 +275,8 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
     device = select_device(config.device, local_ranks(config.ranks))
     system = _supported_system(config, device)
     shape = model_shape(config.model)
+    if shape.modality is Modality.TEXT:
+        shape = shape.with_vocabulary(vocabulary_of(config.tokenizer))
     if system.families is not None and shape.family not in system.families:
         raise UsageError(
             f"system {system.name!r} has no plan for model {config.model!r}; give another --system"
@@ -309,6 +353,7 @@ def _require_plain(config: TrainConfig) -> None:
         "--pp-degree": config.pp_degree > 1,
         "--init-from": config.init_from is not None,
         "--fingerprint": config.fingerprint,
+        "--eval-samples": config.eval_samples > 0,
         "--clip-grad-norm": config.clip_grad_norm is not None,
         "--checkpoint-every": config.checkpoint_every > 0,
     }
@@ -415,6 +460,17 @@ def _check_optimizer(config: TrainConfig, system: System) -> None:
         raise UsageError(
             f"--optimizer {config.optimizer} needs the package fsdp, which is not installed;"
             " install it, or use --optimizer adamw"
+        )
+    _check_blocks(config)
+
+
+def _check_blocks(config: TrainConfig) -> None:
+    """Refuses SOAP where its blocks would depend on the degree."""
+    if config.optimizer == SOAP and config.tp > 1:
+        raise UsageError(
+            f"--optimizer soap: expected --tp 1, got --tp {config.tp}, whose ranks would"
+            " precondition the blocks of their shards, so that losses would not be one device's;"
+            " use --dp-shard or --pp-degree, or another --optimizer"
         )
 
 

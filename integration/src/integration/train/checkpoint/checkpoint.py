@@ -45,6 +45,8 @@ class Identity:
     global_batch: int
     seed: int
     optimizer: str = "adamw"  # the default of older checkpoints, which do not name it
+    tokenizer: str | None = None  # its SHA-256; None: bytes, or no text
+    eval_samples: int = 0
 
 
 @dataclass(frozen=True)

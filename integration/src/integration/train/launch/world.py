@@ -41,6 +41,11 @@ class World:
         """Whether this rank writes files and prints."""
         return self.rank == 0
 
+    @property
+    def is_first_on_host(self) -> bool:
+        """Whether this rank is the first of its host, or of all where hosts are not known."""
+        return self.is_main if self.local_rank is None else self.local_rank == 0
+
 
 def declared_world() -> World:
     """Returns the world of torchrun's environment; one rank without torchrun."""

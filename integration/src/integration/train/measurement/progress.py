@@ -37,6 +37,8 @@ class ProgressDisplay(LiveDisplay):
 
     def show(self, record: StepRecord) -> None:
         """Shows a completed step."""
+        if record.eval_loss is not None:
+            self.say(f"step {record.step}/{self._total}  {_evaluation(record)}")
         speed = f"{record.tokens / record.seconds:,.0f} tokens/s"
         if record.mfu is not None:
             speed += f"  MFU {record.mfu:.1%}"
@@ -46,3 +48,9 @@ class ProgressDisplay(LiveDisplay):
             )
         elif record.step in (1, self._total) or record.step % 10 == 0:
             self.say(f"step {record.step}/{self._total}  loss {record.loss:.4f}  {speed}")
+
+
+def _evaluation(record: StepRecord) -> str:
+    perplexity = record.eval_perplexity
+    end = "" if perplexity is None else f"  perplexity {perplexity:.2f}"
+    return f"evaluation loss {record.eval_loss:.4f}{end}"

@@ -1,27 +1,23 @@
-"""``python -m integration.sampling CHECKPOINT --out FILE.png``: samples images from a DiT.
+"""Samples images from a DiT.
 
 DDIM's deterministic steps with classifier-free guidance: Song, Meng and Ermon, "Denoising Diffusion
 Implicit Models" (arXiv 2010.02502), equation 12 with sigma 0; Ho and Salimans, "Classifier-Free
 Diffusion Guidance" (arXiv 2207.12598), equation 6.
 """
 
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import tyro
 from torch import Tensor, nn
 
 from integration.data.digits import CHANNELS, CLASSES, SIDE, TIMES
-from integration.device import DeviceOption, select_device
-from integration.errors import EXIT_USAGE, UsageError
+from integration.device import Device
+from integration.errors import UsageError
 from integration.models import DiTShape, build_model_on_meta, shape_from
 from integration.models.dit import signal_rate
 from integration.train.checkpoint import checkpoint
-from integration.train.folders import require_folder
 
 # Predicts the noise in images (batch, 1, 8, 8) from their times and classes, (batch,) int64.
 Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -29,7 +25,7 @@ Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of the sampler.
+    """Options of images.
 
     Raises:
         UsageError: an option is outside its range.
@@ -41,7 +37,7 @@ class Sampling:
     """Guidance scale: 0 ignores the class, 1 is the conditional prediction, larger values give
     images that are more typical of their class and less diverse."""
     seed: int = 0
-    """Seed of the initial noise."""
+    """Seed of the initial noise, or of the tokens."""
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
@@ -125,62 +121,22 @@ def _guided_noise(
     return unguided.lerp(guided, guidance)
 
 
-_DESCRIPTION = """Sample digits from a checkpoint of a DiT: a column per class, a row per sample.
+def write_images(path: Path, out: Path, options: Sampling, *, samples: int, device: Device) -> None:
+    """Samples images from a checkpoint and writes them as one PNG, a column per class.
 
-Uses DDIM's deterministic steps with classifier-free guidance; a seed gives the same images."""
-
-
-@dataclass(frozen=True)
-class SampleOptions:
-    """The options of the command."""
-
-    checkpoint: tyro.conf.Positional[Path]
-    """A folder checkpoints/step-N of a run, of any system and number of ranks."""
-    out: Path
-    """PNG file to write; an existing file is replaced."""
-    samples: int = 6
-    """Images of each digit."""
-    device: DeviceOption = "auto"
-    """auto (the machine's accelerator, or the CPU), cpu, cuda, or sim, which is testkit's simulated
-    accelerator."""
-    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 0, or 2 for a usage error."""
-    try:
-        options = tyro.cli(
-            SampleOptions,
-            prog="python -m integration.sampling",
-            description=_DESCRIPTION,
-            args=arguments,
-        )
-        write_samples(options)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    return 0
-
-
-def write_samples(options: SampleOptions) -> None:
-    """Samples images and writes them as one PNG.
+    Args:
+        path: the checkpoint.
+        out: PNG file, whose folder is created.
+        options: the steps, the guidance and the seed.
+        samples: rows of images.
+        device: of the model; it has been started.
 
     Raises:
-        UsageError: the checkpoint is incomplete or not a DiT's, or an option is invalid.
+        UsageError: the checkpoint is incomplete or not a DiT's, or the file cannot be written.
     """
-    out = options.out
-    if out.suffix.lower() != ".png":
-        raise UsageError(f"--out: expected a name that ends in .png, got {out}; give another")
-    if out.is_dir():
-        raise UsageError(f"--out: expected a file, got the folder {out}; give a file name")
-    require_folder(out.parent)
-    if options.samples < 1:
-        raise UsageError(f"--samples: expected at least 1, got {options.samples}; give 1 or more")
-    kind = select_device(options.device)
-    model = load_dit(options.checkpoint)
-    kind.start(local_rank=0, rank=0)
-    classes = digits_in_turn(options.samples).to(kind.current)
-    images = sample(model.to(kind.current), classes, options.sampling).cpu()
+    model = load_dit(path)
+    classes = digits_in_turn(samples).to(device.current)
+    images = sample(model.to(device.current), classes, options).cpu()
     # Imported after validation, as importing matplotlib takes seconds.
     from integration.report.diffusion_figure import save_grid
 
@@ -189,7 +145,3 @@ def write_samples(options: SampleOptions) -> None:
         save_grid(images, out)
     except OSError as error:
         raise UsageError(f"cannot write --out {out} ({error.strerror}); give another") from error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,125 @@
+"""The command that samples images or text from a checkpoint."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from integration.data import Modality
+from integration.device import Device, DeviceOption, select_device
+from integration.errors import EXIT_USAGE, UsageError
+from integration.models import shape_from
+from integration.sampling.image import Sampling, write_images
+from integration.sampling.text import TextSampling, generate, load_text_model
+from integration.train.checkpoint import checkpoint
+from integration.train.folders import require_folder
+
+_DESCRIPTION = """Sample from a checkpoint of a run, of any system and number of ranks.
+
+A DiT draws digits into --out FILE.png, a column per class and a row per sample, by DDIM's
+deterministic steps with classifier-free guidance. A language model continues --prompt; the text
+goes to the terminal, or to --out FILE.txt. A seed gives the same samples."""
+_IMAGES_OF_EACH_DIGIT = 6
+_LINE = "-" * 72
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """The options of the command."""
+
+    checkpoint: tyro.conf.Positional[Path]
+    """A folder checkpoints/step-N of a run, of any system and number of ranks."""
+    out: Path | None = None
+    """PNG file of images, or text file, to write; an existing file is replaced."""
+    samples: int | None = None
+    """Images of each digit, 6 by default; or texts, 1 by default."""
+    device: DeviceOption = "auto"
+    """auto (the machine's accelerator, or the CPU), cpu, cuda, or sim, which is testkit's simulated
+    accelerator."""
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
+    text: Annotated[TextSampling, tyro.conf.arg(name="")] = field(default_factory=TextSampling)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code: 0, or 2 for a usage error."""
+    try:
+        options = tyro.cli(
+            SampleOptions,
+            prog="python -m integration.sampling",
+            description=_DESCRIPTION,
+            args=arguments,
+        )
+        write_samples(options)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+def write_samples(options: SampleOptions) -> None:
+    """Samples what the checkpoint's model generates, and writes or prints it.
+
+    Raises:
+        UsageError: the checkpoint is incomplete, or an option is invalid or has no effect.
+    """
+    if options.samples is not None and options.samples < 1:
+        raise UsageError(f"--samples: expected at least 1, got {options.samples}; give 1 or more")
+    device = select_device(options.device)
+    shape = shape_from(checkpoint.read_manifest(options.checkpoint).identity.model)
+    if shape.modality is Modality.TEXT:
+        _write_text(options, device)
+        return
+    _refuse(
+        options.text, ("prompt", "max_tokens", "temperature", "top_k", "tokenizer"), "a decoder"
+    )
+    if options.out is None:
+        raise UsageError("--out: expected the name of a PNG file for images, got none; give one")
+    _require_file(options.out, ".png")
+    device.start(local_rank=0, rank=0)
+    samples = options.samples or _IMAGES_OF_EACH_DIGIT
+    write_images(options.checkpoint, options.out, options.sampling, samples=samples, device=device)
+
+
+def _write_text(options: SampleOptions, device: Device) -> None:
+    _refuse(options.sampling, ("steps", "guidance"), "a DiT")
+    out = options.out
+    if out is not None:
+        _require_file(out, ".txt")
+    decoder = load_text_model(options.checkpoint, options.text.tokenizer)
+    device.start(local_rank=0, rank=0)
+    decoder.model.to(device.current)
+    texts = generate(
+        decoder, options.text, samples=options.samples or 1, seed=options.sampling.seed
+    )
+    content = f"\n{_LINE}\n".join(texts) + "\n"
+    if out is None:
+        sys.stdout.write(content)
+        return
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write --out {out} ({error.strerror}); give another") from error
+
+
+def _refuse(options: Any, names: Sequence[str], expected: str) -> None:
+    """Refuses options that a model has no use for, unless they have their defaults."""
+    for each in fields(options):
+        assert each.default is not MISSING
+        value = getattr(options, each.name)
+        if each.name in names and value != each.default:
+            raise UsageError(
+                f"--{each.name.replace('_', '-')} {value}: expected a checkpoint of {expected},"
+                " got one of another model; leave it out"
+            )
+
+
+def _require_file(out: Path, suffix: str) -> None:
+    if out.suffix.lower() != suffix:
+        raise UsageError(f"--out: expected a name that ends in {suffix}, got {out}; give another")
+    if out.is_dir():
+        raise UsageError(f"--out: expected a file, got the folder {out}; give a file name")
+    require_folder(out.parent)

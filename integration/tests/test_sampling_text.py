@@ -1,0 +1,146 @@
+"""Text from a decoder: of models whose text is known, and by the command."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import integration.data
+from integration.data.tokenizer import ByteTokenizer, train_bpe
+from integration.errors import EXIT_USAGE, UsageError
+from integration.models import build_model, model_shape
+from integration.sampling import TextModel, TextSampling, generate, load_text_model, main
+from integration.train.checkpoint.checkpoint import FOLDER
+
+TEXT = Path(integration.data.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def untrained():
+    model = build_model(model_shape("llama-tiny"), seed=0).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)  # so that tokens differ in probability
+    return TextModel(model, ByteTokenizer())
+
+
+def after(decoder, prompt, max_tokens=20, **options):
+    how = TextSampling(prompt=prompt, max_tokens=max_tokens, **options)
+    (text,) = generate(decoder, how, samples=1, seed=5)
+    return text
+
+
+def test_a_temperature_of_zero_takes_the_most_probable_token(untrained):
+    tokens = list(b"def ")
+    with torch.no_grad():
+        for _ in range(6):
+            logits = untrained.model(torch.tensor([tokens])).logits
+            tokens.append(int(logits[0, -1].argmax()))
+    expected = untrained.tokenizer.decode(tokens)
+    assert after(untrained, "def ", max_tokens=6, temperature=0) == expected
+    assert after(untrained, "def ", max_tokens=6, top_k=1) == expected
+
+
+def test_the_seed_decides_and_torchs_generator_does_not(untrained):
+    options = TextSampling(prompt="x", max_tokens=12)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = generate(untrained, options, samples=2, seed=7)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    assert generate(untrained, options, samples=2, seed=7) == first
+    assert torch.equal(state, torch.get_rng_state())
+    assert generate(untrained, options, samples=2, seed=8) != first
+    assert first[0] != first[1]
+    assert all(text.startswith("x") for text in first)
+
+
+def test_all_tokens_can_be_sampled_by_default(untrained):
+    """Torch draws the first token from the whole vocabulary, not from transformers' first 50."""
+    texts = generate(untrained, TextSampling("x", 1, temperature=100.0), samples=400, seed=0)
+    assert len(set(texts)) > 60
+
+
+class Known:
+    """A model that continues with known tokens, however many are asked for."""
+
+    device = torch.device("cpu")
+    config = type("Config", (), {"max_position_embeddings": 64})
+
+    def __init__(self, tokens):
+        self.tokens, self.prompt = tokens, None
+
+    def generate(self, inputs, **options):
+        self.prompt = inputs.tolist()
+        return torch.cat([inputs, torch.tensor([self.tokens] * len(inputs))], dim=1)
+
+
+def test_the_end_of_a_document_ends_the_text():
+    model = Known([*b"one", 0, *b"two", 0])
+    decoder = TextModel(model, ByteTokenizer())
+    assert after(decoder, "a ") == "a one"
+    assert model.prompt == [[97, 32]]
+
+
+def test_without_a_prompt_a_document_begins():
+    model = Known([*b"one", 0, 0])
+    assert after(TextModel(model, ByteTokenizer()), "") == "one"
+    assert model.prompt == [[0]]
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused():
+    decoder = TextModel(Known([0]), ByteTokenizer())
+    after(decoder, "abcd", max_tokens=60)
+    with pytest.raises(UsageError, match=r"--max-tokens 61: expected at most 60, .* 64 positions"):
+        after(decoder, "abcd", max_tokens=61)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory, train_runs):
+    """Checkpoints of step 2: on one device and sharded, of tokens, and of bytes."""
+    root = tmp_path_factory.mktemp("runs")
+    run = {"tokenizer": "bpe:300", "data": TEXT, "save_at": 2}
+    one = [run | {"out": root / "one"}, {"data": TEXT, "save_at": 2, "out": root / "bytes"}]
+    train_runs(1, one, out=root)
+    train_runs(2, [run | {"system": "plan", "tp": 2, "out": root / "two"}], out=root)
+    return {path.name: path / FOLDER / "step-00000002" for path in root.iterdir()}
+
+
+@pytest.mark.ranks
+def test_a_sharded_checkpoint_writes_the_text_of_one_device(checkpoints, tmp_path, capsys):
+    printed = {}
+    for name in ("one", "two", "bytes"):
+        arguments = ["--prompt", "class ", "--max-tokens", "30", "--seed", "3", "--samples", "2"]
+        assert main([str(checkpoints[name]), *arguments]) == 0
+        printed[name] = capsys.readouterr().out
+        out = tmp_path / "new" / "sample.txt"
+        assert main([str(checkpoints[name]), *arguments, "--out", str(out)]) == 0
+        assert capsys.readouterr().out == ""
+        assert out.read_bytes().decode() == printed[name]
+    assert printed["one"] == printed["two"] != printed["bytes"]
+    assert printed["one"].count("class ") >= 2
+    trained = load_text_model(checkpoints["one"]).model.state_dict()["lm_head.weight"]
+    fresh = build_model(model_shape("llama-tiny").with_vocabulary(300), seed=0).state_dict()
+    assert not torch.equal(trained, fresh["lm_head.weight"])
+
+
+@pytest.mark.ranks
+def test_another_tokenizer_than_that_of_the_run_is_refused(checkpoints, tmp_path, capsys):
+    moved = tmp_path / "step-00000002"
+    moved.symlink_to(checkpoints["one"])
+    own = checkpoints["one"].parent.parent / "tokenizer.json"
+    assert load_text_model(moved, own).tokenizer.vocabulary == 300
+    other = tmp_path / "other.json"
+    other.write_text(train_bpe(["abc" * 9], 259).json)
+    for name, arguments, message in (
+        ("one", ["--tokenizer", str(other)], "expected the tokenizer that"),
+        ("one", ["--tokenizer", "nowhere"], "nowhere, which cannot be read"),
+        ("bytes", ["--tokenizer", str(own)], "expected none, as tokens of"),
+        ("one", ["--out", str(tmp_path)], "expected a name that ends in .txt"),
+        ("one", ["--max-tokens", "3000"], "--max-tokens 3000: expected at most 2047"),
+    ):
+        assert main([str(checkpoints[name]), *arguments]) == EXIT_USAGE
+        printed = capsys.readouterr()
+        assert message in printed.err
+        assert printed.err.count("\n") == 1
+        assert printed.out == ""
