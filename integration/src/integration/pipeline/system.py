@@ -43,6 +43,7 @@ class PipelineSystem(System):
         self.on_buffers = inner.on_buffers
         self.shards_batches = inner.shards_batches
         self.accepts_deferred_init = inner.accepts_deferred_init
+        self.plans_layers = inner.plans_layers
         self._inner, self._layout = inner, layout
         self._one_device_random = one_device_random
         self._running: RankPipeline | None = None
