@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -369,7 +369,9 @@ class PlannedParamGroup(FSDPParamGroup):
             for s in shards
         ]
         self.reduce_scatter = self._new_reduce_scatter(
-            self._buffers, views, partial(_local_gradients, self.params)
+            self._buffers,
+            views,
+            partial(_local_gradients, self.params, self.options.mp_policy.reduce_dtype),
         )
 
     @property
@@ -509,9 +511,15 @@ class PlannedParamGroup(FSDPParamGroup):
 
 
 def _local_gradients(
-    params: Sequence[FSDPParam], grads: Mapping[int, torch.Tensor]
+    params: Sequence[FSDPParam],
+    reduce_dtype: torch.dtype | None,
+    grads: Mapping[int, torch.Tensor],
 ) -> Mapping[int | str, torch.Tensor]:
-    """Returns local tensors of gradients; of TP parameters, redistributed in one collective."""
+    """Returns local tensors of gradients; of TP parameters, redistributed in one collective.
+
+    What is Partial on other axes, as the gradients of norms under sequence parallelism, is summed
+    in ``reduce_dtype`` there, too, if that is wider.
+    """
     grads = {
         i: grad if (placement := params[i].placement) is None else placement.as_dtensor(grad)
         for i, grad in grads.items()
@@ -524,13 +532,21 @@ def _local_gradients(
             continue
         placements = placement.gradient_placements(grad)
         if grad.placements != placements:
-            redistributed[i] = grad
+            redistributed[i] = _widened(grad, reduce_dtype)
             all_placements.append(placements)
     if redistributed:
         with torch.no_grad():
             moved = redistribute_many(list(redistributed.values()), all_placements)
         grads = {**grads, **dict(zip(redistributed, moved, strict=True))}
     return {i: _local_gradient(params[i], grad) for i, grad in grads.items()}
+
+
+def _widened(grad: DTensor, dtype: torch.dtype | None) -> DTensor:
+    """Casts a gradient to a dtype that has all values of its own."""
+    if dtype is None or torch.promote_types(grad.dtype, dtype) != dtype:
+        return grad
+    with torch.no_grad():
+        return cast(DTensor, grad.to(dtype))
 
 
 def _local_gradient(param: FSDPParam, grad: torch.Tensor) -> torch.Tensor:
