@@ -164,6 +164,7 @@ class RankPipeline:
             units = layout.stages[index]
             parts[index] = part = model_part(model, units, chain)
             self._family.set_forward(part, first=index == 0)
+            inner.autocast(part)
             context = StageContext(
                 mesh[axes], model, self._family, chain, units, apart, shape, inner.degrees
             )
@@ -225,13 +226,15 @@ class RankPipeline:
         self._schedule = layout.schedule.build(self.stages, layout.microbatches, self._loss)
         self._shapes = shapes
 
-    def forward_backward(self, batch: Mapping[str, Tensor], parts: int, *, last: bool) -> Tensor:
+    def forward_backward(
+        self, batch: Mapping[str, Tensor], parts: int, *, last: bool, scale: float = 1.0
+    ) -> Tensor:
         """Accumulates the gradients of one of ``parts`` microbatches; returns its loss.
 
-        Gradients of plans are reduced in the ``last`` one.
+        Gradients, times ``scale``, of plans are reduced in the ``last`` one.
         """
         self.prepare(batch)
-        self._share = 1.0 / (self._layout.microbatches * parts)
+        self._share = scale / (self._layout.microbatches * parts)
         inputs = self._family.inputs(batch) if 0 in self._parts else ()
         keywords = self._family.keywords(batch)
         # torch takes losses with targets only; the last stage has computed them already.
@@ -254,7 +257,7 @@ class RankPipeline:
         for each in losses:
             loss += each.detach()
         dist.all_reduce(loss, group=self.group)
-        return loss
+        return loss / scale
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         del target

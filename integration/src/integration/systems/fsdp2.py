@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from integration.models import ModelShape
-from integration.systems.base import System
+from integration.systems.base import AUTOCAST_DTYPES, System
 
 
 class FullyShardedTwo(System):
@@ -18,12 +18,13 @@ class FullyShardedTwo(System):
     accepts_meta_model = True
     supports_all_optimizers = True
     supports_compile = True
-    mixed_precision = True
+    compute_dtypes = AUTOCAST_DTYPES
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Shards the model in place."""
         mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("dp",))
-        policy = MixedPrecisionPolicy(self.compute_dtype, torch.float32)
+        self.autocast(model)
+        policy = MixedPrecisionPolicy(self.compute_dtype, torch.float32, cast_forward_inputs=False)
         for layer in shape.layers_of(model):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)

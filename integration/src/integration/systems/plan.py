@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from integration.errors import UsageError
 from integration.models import DecoderShape, ModelShape
-from integration.systems.base import System, require_vocabulary
+from integration.systems.base import AUTOCAST_DTYPES, System, require_vocabulary
 from integration.systems.degrees import Degrees
 from integration.systems.divisors import alternatives, divisors, require_divisors
 
@@ -29,6 +29,7 @@ class PlanSystem(System):
     accepts_deferred_init = True
     shards_batches = True
     supports_all_optimizers = True
+    compute_dtypes = AUTOCAST_DTYPES
 
     def data_parallel_degree(self, world_size: int) -> int:
         """Returns the data parallel degree; the plan shards the batch that each rank passes."""
@@ -67,9 +68,10 @@ class PlanSystem(System):
         from integration.systems.zoo import plan_of
         from plan_api import parallelize
 
+        self.autocast(model)
         axes = self.degrees.axes
         mesh = init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        plan = plan_of(shape, mesh, self.degrees)
+        plan = plan_of(shape, mesh, self.degrees, gathered=self.compute_dtype)
         return parallelize(model, plan, mode="static" if self.degrees.static else "eager")
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:

@@ -23,6 +23,7 @@ class StepRecord:
         mfu: model FLOPs utilization, of the peak FLOP/s of all ranks.
         gradient_norm: total norm of the gradients before clipping; None without clipping.
         learning_rate: learning rate of the update.
+        loss_scale: of fp16; the next step's is half of it if the update was skipped.
     """
 
     step: int
@@ -33,6 +34,7 @@ class StepRecord:
     tokens_per_second: float | None = None
     mfu: float | None = None
     learning_rate: float | None = None
+    loss_scale: float | None = None
 
 
 @dataclass(frozen=True)
