@@ -199,9 +199,14 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             "'dtensor-tp' does not support --compile aot_eager; use --compile none, or one of the",
         ),
         (
-            {"system": "plan", "tp": 2, "dtype": "bf16"},
+            {"system": "dtensor-tp", "dtype": "bf16"},
             2,
-            "'plan' does not support --dtype bf16; use --dtype fp32, or one of the systems single",
+            "'dtensor-tp' does not support --dtype bf16; use --dtype fp32, or one of the systems",
+        ),
+        (
+            {"system": "fsdp1", "dtype": "fp16"},
+            2,
+            "'fsdp1' does not support --dtype fp16; .* systems single, ddp, fsdp2, fsdp, plan",
         ),
         ({"profile_steps": "3-4"}, 1, "--profile-steps: expected a range such as 10:13, got 3-4"),
         ({"data": Path("/no/such")}, 1, "data path /no/such does not exist"),

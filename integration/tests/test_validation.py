@@ -24,7 +24,6 @@ PAIRS = {
     "pp_split_points": ({"pp_split_points": "model.layers.1"}, PIPELINE, "--pp-degree"),
     "pp_schedule": ({"pp_schedule": "GPipe"}, PIPELINE, "--pp-degree"),
     "pp_microbatches": ({"pp_microbatches": 4}, PIPELINE, "--pp-degree"),
-    "dtype": (PIPELINE | {"dtype": "bf16"}, {"pp_degree": 1, "ranks": 1}, "--pp-degree 2"),
     "data": (DIT | {"data": Path("text")}, TEXT, "--model dit-tiny"),
     "sequence_length": (DIT | {"sequence_length": 32}, TEXT, "--model dit-tiny"),
     "tokenizer": (DIT | {"tokenizer": "bpe:300"}, TEXT, "--model dit-tiny"),
@@ -242,10 +241,11 @@ def test_the_command_exits_with_2_before_a_process_starts(ranks, tmp_path, capsy
     monkeypatch.setattr("integration.train.__main__.launch", started)
     monkeypatch.setattr("integration.train.__main__.process_group", started)
     out = str(tmp_path / "run")
-    assert main(["--pp-degree", "2", "--dtype", "bf16", "--out", out, *ranks]) == 2
+    wrong = ["--system", "plan", "--cp", "2", "--dropout", "0.1"]
+    assert main([*wrong, "--out", out, *ranks]) == 2
     sentence = capsys.readouterr().err
-    assert sentence.startswith("error: --dtype bf16: expected --pp-degree 1")
-    assert "got --pp-degree 2; use --dtype fp32" in sentence
+    assert sentence.startswith("error: --dropout 0.1: expected --cp 1")
+    assert "got --cp 2; leave either out" in sentence
     assert not (tmp_path / "run").exists()
 
 

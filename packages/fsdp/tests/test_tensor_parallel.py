@@ -115,6 +115,24 @@ def test_gradients_may_be_placed_otherwise_in_each_step():
                     assert (found.source, found.target, found.terms) == (source, target, terms)
 
 
+def test_gradients_that_tensor_parallelism_reduces_are_summed_in_the_reduce_dtype():
+    """Those of a norm between parts of a sequence: torch before 2.15 sums them in bfloat16."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        norm = distribute_module(nn.RMSNorm(8), mesh["tp"])
+        fully_shard(norm, mesh=mesh["dp"], mp_policy=policy)
+        x = distribute_tensor(torch.randn(4, 8), mesh["tp"], [Shard(0)]).bfloat16()
+        out = norm(x)
+        with CommLog() as log:
+            out.sum().backward()
+        assert norm.weight.grad.dtype == torch.float32
+        return {call.dtype for call in log.calls if call.op != "barrier"}
+
+    assert run_ranks(check, 4) == [{"float32"}] * 4
+
+
 def test_meshes_without_a_common_root_are_refused():
     def check():
         model = nn.Linear(4, 4)

@@ -164,6 +164,7 @@ class RankPipeline:
             units = layout.stages[index]
             parts[index] = part = model_part(model, units, chain)
             self._family.set_forward(part, first=index == 0)
+            inner.autocast(part)
             context = StageContext(
                 mesh[axes],
                 model,
@@ -233,24 +234,26 @@ class RankPipeline:
         self._schedule = layout.schedule.build(self.stages, layout.microbatches, self._loss)
         self._shapes = shapes
 
-    def forward_backward(self, batch: Mapping[str, Tensor], parts: int, *, last: bool) -> Tensor:
+    def forward_backward(
+        self, batch: Mapping[str, Tensor], parts: int, *, last: bool, scale: float = 1.0
+    ) -> Tensor:
         """Accumulates the gradients of one of ``parts`` microbatches; returns its loss.
 
-        Gradients of plans are reduced in the ``last`` one.
+        Gradients, times ``scale``, of plans are reduced in the ``last`` one.
         """
         self.prepare(batch)
         with self._unreduced_gradients():
-            losses = self._run(self._schedule.step, batch, parts)
+            losses = self._run(self._schedule.step, batch, scale / parts)
         if last and self._plan_parts:
             self._reduce_gradients()
         if last:
             add_gradients(self.tied, self.group)
-        return self._sum(losses)
+        return self._sum(losses) / scale
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Returns the loss of a microbatch, by forwards alone; gradients are disabled."""
         self.prepare(batch)
-        return self._sum(self._run(self._schedule.eval, batch, parts=1))
+        return self._sum(self._run(self._schedule.eval, batch, 1.0))
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -258,10 +261,10 @@ class RankPipeline:
         return list(self._parts.values())
 
     def _run(
-        self, run: Callable[..., Any], batch: Mapping[str, Tensor], parts: int
+        self, run: Callable[..., Any], batch: Mapping[str, Tensor], share: float
     ) -> list[Tensor]:
-        """Runs the schedule; returns the losses of its microbatches, of ``parts`` times as many."""
-        self._share = 1.0 / (self._layout.microbatches * parts)
+        """Runs the schedule; returns the losses of its microbatches, ``share`` of their mean."""
+        self._share = share / self._layout.microbatches
         inputs = self._family.inputs(batch) if 0 in self._parts else ()
         keywords = self._family.keywords(batch)
         # torch takes losses with targets only; the last stage has computed them already.

@@ -37,7 +37,8 @@ class PipelineSystem(System):
     """
 
     def __init__(self, inner: System, layout: PipelineLayout, *, one_device_random: bool) -> None:
-        super().__init__(inner.degrees, device=inner.device)
+        self.compute_dtypes = inner.compute_dtypes
+        super().__init__(inner.degrees, inner.compute_dtype, inner.device)
         self.name = f"{inner.name}+pp"
         self.supports_all_optimizers = inner.supports_all_optimizers
         self.on_buffers = inner.on_buffers
@@ -80,11 +81,13 @@ class PipelineSystem(System):
         )  # fmt: skip
         return self._running.model
 
-    def forward_backward(self, model: nn.Module, batch: Batch, *, parts: int, last: bool) -> Tensor:
+    def forward_backward(
+        self, model: nn.Module, batch: Batch, *, parts: int, last: bool, scale: float = 1.0
+    ) -> Tensor:
         """Runs the schedule on a microbatch; returns its loss on all ranks of the pipeline."""
         del model
         assert self._running is not None
-        return self._running.forward_backward(batch, parts, last=last)
+        return self._running.forward_backward(batch, parts, last=last, scale=scale)
 
     def evaluated_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         """Returns the parts of this rank's stages."""

@@ -4,7 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from types import MethodType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from integration.models import ModelShape, loss_of
 from integration.systems.clip import clip_gradients
 from integration.systems.degrees import Degrees
 
+# Dtypes in which the operators of autocast can compute.
+AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
 Recompute = Literal["none", "full", "selective-op", "selective-layer"]
 Backend = Literal["none", "aot_eager", "inductor"]
 
@@ -70,8 +73,8 @@ class System(ABC):
     supports_compile: bool = False
     # Whether its plan says which layers are recomputed and compiled, instead of the trainer.
     plans_layers: bool = False
-    # Whether it supports mixed precision.
-    mixed_precision: bool = False
+    # Dtypes of compute that it supports in mixed precision.
+    compute_dtypes: tuple[torch.dtype, ...] = ()
     # Whether its tensor parallel degree has to divide the sequence length.
     needs_even_sequences: bool = False
     # Whether it shards batches itself: every rank passes the samples of all data parallel ranks.
@@ -89,7 +92,7 @@ class System(ABC):
         compute_dtype: torch.dtype | None = None,
         device: Device = CPU,
     ) -> None:
-        assert compute_dtype is None or self.mixed_precision
+        assert compute_dtype is None or compute_dtype in self.compute_dtypes
         self.degrees = degrees or Degrees()
         self.compute_dtype = compute_dtype
         self.device = device
@@ -139,23 +142,36 @@ class System(ABC):
 
     def autocast(self, model: nn.Module) -> None:
         """Makes ``forward`` run under autocast in the compute dtype, if there is one."""
-        if self.compute_dtype is not None:
-            model.forward = torch.autocast(self.device.type, self.compute_dtype)(model.forward)
+        if self.compute_dtype is None:
+            return
+        forward: Any = model.forward
+        cast = torch.autocast(self.device.type, self.compute_dtype)(forward.__func__)
+        # A method, so that a copy of the model does not call the original.
+        model.forward = MethodType(cast, model)
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         """Returns the context of one microbatch; gradients are reduced in the ``last`` only."""
         del model, last
         return nullcontext()
 
-    def forward_backward(self, model: nn.Module, batch: Batch, *, parts: int, last: bool) -> Tensor:
+    def forward_backward(
+        self, model: nn.Module, batch: Batch, *, parts: int, last: bool, scale: float = 1.0
+    ) -> Tensor:
         """Accumulates the gradients of one of ``parts`` microbatches of a step.
 
+        Args:
+            model: of `parallelize`.
+            batch: one microbatch.
+            parts: microbatches of a step.
+            last: whether it is the last one of the step.
+            scale: factor of the gradients, against underflow.
+
         Returns:
-            The loss divided by ``parts``, detached.
+            The loss divided by ``parts``, detached, without ``scale``.
         """
         with self.microbatch(model, last=last):
             loss = loss_of(model(**batch)) / parts
-            loss.backward()
+            (loss * scale).backward()
         return loss.detach()
 
     def evaluated_modules(self, model: nn.Module) -> Sequence[nn.Module]:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from integration.models import ModelShape
-from integration.systems.base import System
+from integration.systems.base import AUTOCAST_DTYPES, System
 
 
 class DataParallel(System):
@@ -15,7 +15,7 @@ class DataParallel(System):
     name = "ddp"
     supports_all_optimizers = True
     supports_compile = True
-    mixed_precision = True
+    compute_dtypes = AUTOCAST_DTYPES
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Wraps the model over the default group."""

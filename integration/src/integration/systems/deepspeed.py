@@ -62,10 +62,13 @@ class ZeroThree(System):
         assert isinstance(model, EngineModel)
         return model.start(optimizer)
 
-    def forward_backward(self, model: nn.Module, batch: Batch, *, parts: int, last: bool) -> Tensor:
+    def forward_backward(
+        self, model: nn.Module, batch: Batch, *, parts: int, last: bool, scale: float = 1.0
+    ) -> Tensor:
         """Runs forward and backward by the engine, which reduces gradients in each microbatch."""
         del last
         assert isinstance(model, EngineModel)
+        assert scale == 1.0
         # With the engine's linear operator, which does not save gathered weights for backward.
         with _linear(model.linear):
             loss = loss_of(model(**batch)) / parts

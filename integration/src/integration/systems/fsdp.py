@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from integration.models import ModelShape
-from integration.systems.base import System
+from integration.systems.base import AUTOCAST_DTYPES, System
 from integration.systems.degrees import check_axes
 
 # Rows of a block, as for the paper's 8-bit Adam (veScale-FSDP, section 6.3).
@@ -32,7 +32,7 @@ class FullyShardedBuffers(System):
     supports_all_optimizers = True
     on_buffers = True
     supports_compile = True
-    mixed_precision = True
+    compute_dtypes = AUTOCAST_DTYPES
 
     def check(self, world_size: int, shape: ModelShape) -> None:
         """Refuses placements of two axes, as the mesh has one."""
@@ -44,11 +44,14 @@ class FullyShardedBuffers(System):
         """Shards the model in place."""
         from fsdp import MixedPrecisionPolicy, fully_shard
 
+        self.autocast(model)
         mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("dp",))
         shard = partial(
             fully_shard,
             mesh=mesh,
-            mp_policy=MixedPrecisionPolicy(self.compute_dtype, torch.float32),
+            mp_policy=MixedPrecisionPolicy(
+                self.compute_dtype, torch.float32, cast_forward_inputs=False
+            ),
             shard_placement_fn=granularity,
             placements=self.degrees.placements,
             offload_policy=self.degrees.offload_policy,

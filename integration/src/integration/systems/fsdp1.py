@@ -18,7 +18,7 @@ class FullyShardedOne(System):
 
     name = "fsdp1"
     supports_compile = True
-    mixed_precision = True
+    compute_dtypes = (torch.bfloat16,)
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Wraps every layer and the root."""

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from integration.models import ModelShape
-from integration.systems.base import System
+from integration.systems.base import AUTOCAST_DTYPES, System
 
 
 class FullyShardedTwo(System):
@@ -20,15 +20,18 @@ class FullyShardedTwo(System):
     accepts_offload = True
     supports_all_optimizers = True
     supports_compile = True
-    mixed_precision = True
+    compute_dtypes = AUTOCAST_DTYPES
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Shards the model in place."""
         mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("dp",))
+        self.autocast(model)
         shard = partial(
             fully_shard,
             mesh=mesh,
-            mp_policy=MixedPrecisionPolicy(self.compute_dtype, torch.float32),
+            mp_policy=MixedPrecisionPolicy(
+                self.compute_dtype, torch.float32, cast_forward_inputs=False
+            ),
             offload_policy=self.degrees.offload_policy,
         )
         for layer in shape.layers_of(model):

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from integration.errors import UsageError
 from integration.models import DecoderShape, ModelShape
-from integration.systems.base import System, require_vocabulary
+from integration.systems.base import AUTOCAST_DTYPES, System, require_vocabulary
 from integration.systems.degrees import Degrees
 from integration.systems.divisors import alternatives, divisors, require_divisors
 
@@ -33,6 +33,7 @@ class PlanSystem(System):
     on_buffers = True
     supports_compile = True
     plans_layers = True
+    compute_dtypes = AUTOCAST_DTYPES
 
     def data_parallel_degree(self, world_size: int) -> int:
         """Returns the data parallel degree; the plan shards the batch that each rank passes."""
@@ -71,9 +72,10 @@ class PlanSystem(System):
         from integration.systems.zoo import add_layer_policies, plan_of
         from plan_api import parallelize
 
+        self.autocast(model)
         axes = self.degrees.axes
         mesh = init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        plan = plan_of(shape, mesh, self.degrees)
+        plan = plan_of(shape, mesh, self.degrees, gathered=self.compute_dtype)
         add_layer_policies(plan, self.layer_policies, shape, len(shape.layers_of(model)))
         return parallelize(model, plan, mode="static" if self.degrees.static else "eager")
 

@@ -4,7 +4,7 @@ from torch import nn
 
 from integration.errors import UsageError
 from integration.models import ModelShape
-from integration.systems.base import System
+from integration.systems.base import AUTOCAST_DTYPES, System
 
 
 class SingleDevice(System):
@@ -14,7 +14,7 @@ class SingleDevice(System):
     accepts_meta_model = True
     supports_all_optimizers = True
     supports_compile = True
-    mixed_precision = True
+    compute_dtypes = AUTOCAST_DTYPES
 
     @property
     def init_on_dtensors(self) -> bool:

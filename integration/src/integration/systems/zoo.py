@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from fsdp import Rows
@@ -23,6 +25,7 @@ def plan_of(
     *,
     in_pipeline: bool = False,
     apart: Sequence[str] = (),
+    gathered: torch.dtype | None = None,
 ) -> Plan:
     """Returns the plan of a model of ``shape``.
 
@@ -33,6 +36,7 @@ def plan_of(
         in_pipeline: whether fully_shard keeps parameters gathered between forward and backward, as
             the schedules of pipelines reshard them, after a stage's last backward.
         apart: names of modules that fully_shard is applied to, beside layers and root.
+        gathered: dtype in which fully_shard gathers parameters; None: their own.
     """
     names = mesh.mesh_dim_names or ()
     # An axis of one rank, where there is no other, shards nothing: torch would not view a batch of
@@ -57,7 +61,8 @@ def plan_of(
     elif degrees.dp_shard > 1:
         axes = [*data, "cp"] if degrees.cp > 1 else data
         modules = (re.escape(shape.layers) + r"\.\d+", *map(re.escape, apart), "")
-        _fully_shard(plan, modules, axes, degrees, reshard=False if in_pipeline else None)
+        reshard = False if in_pipeline else None
+        _fully_shard(plan, modules, axes, degrees, reshard, gathered)
     return plan
 
 
@@ -98,20 +103,28 @@ def with_noise_loss(plan: Plan, *dp: str) -> Plan:
 
 
 def _fully_shard(
-    plan: Plan, modules: Sequence[str], axes: list[str], degrees: Degrees, reshard: bool | None
+    plan: Plan,
+    modules: Sequence[str],
+    axes: list[str],
+    degrees: Degrees,
+    reshard: bool | None,
+    gathered: torch.dtype | None,
 ) -> None:
     """Adds fully_shard of modules, the layers first, along some axes, flattened.
 
     Experts are sharded along "ep" by the plan, and along "dp" by fully_shard, where ``dp_shard``
     has ranks beyond those of ``ep``.
     """
-    copies = degrees.dp_replicate
+    copies, policy = degrees.dp_replicate, None
+    if gathered is not None:  # autocast around the model casts inputs
+        policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
     shard = partial(
         plan.fully_shard,
         granularity=Rows(BLOCK_ROWS),
         reshard_after_forward=reshard,
         placements=degrees.placements,
         offload_policy=degrees.offload_policy if degrees.offload else None,
+        mp_policy=policy,
     )
     if degrees.sends_tokens and degrees.dp_shard > degrees.ep:
         shard(rf"{modules[0]}\.mlp\.experts", "dp", replicate=copies)

@@ -136,8 +136,8 @@ class TrainConfig:
     """selective-layer recomputes one of this many layers."""
     compile: Backend = "none"
     """Backend of torch.compile for each layer."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of compute; with bf16, weights and gradient reductions are fp32."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Dtype of compute; weights and gradient reductions are fp32. fp16 scales the loss."""
     eval_samples: Annotated[int, Field(ge=0)] = 0
     """Samples that are held out from training, and evaluated after the last step: a multiple of
     --global-batch."""

@@ -43,6 +43,7 @@ from integration.train.metrics import (
     write_start,
     write_summary,
 )
+from integration.train.model.loss_scale import LossScale, unscale_gradients
 from integration.train.model.parallel_model import parallel_model, weights_hash
 from integration.train.optimizers import build_optimizer
 from integration.train.setup import Setup
@@ -56,6 +57,9 @@ class Trainer:
     """One run on this rank: model, optimizer, data and progress.
 
     All ranks construct it together, with equal ``setup``.
+
+    Attributes:
+        loss_scale: factor of the loss in the next step's backward; None but with fp16.
 
     Raises:
         UsageError: the data is too small, or the checkpoint belongs to another run.
@@ -74,11 +78,14 @@ class Trainer:
         self._sample = data.sample(0, 0)
         # Step of the newest checkpoint in the run folder, as far as this run knows.
         self._saved_step: int | None = None
+        self.loss_scale = LossScale() if config.dtype == "fp16" else None
         identity = _identity(setup, data)
         if setup.resume_from is not None:
             manifest = checkpoint.read_manifest(setup.resume_from)
             checkpoint.require_same(manifest, identity, setup.resume_from)
             self._loader.load_state_dict({"step": manifest.step})
+            if self.loss_scale is not None:  # one of another dtype has none
+                self.loss_scale = manifest.loss_scale or self.loss_scale
         parallel = parallel_model(setup, world)
         self.model, self._parameters = parallel.model, parallel.parameters
         self._evaluator: Evaluator | None = None
@@ -155,23 +162,37 @@ class Trainer:
         return total
 
     def _update(self) -> float | None:
-        """Steps the optimizer; returns the gradients' norm if they are clipped."""
+        """Steps the optimizer; returns the gradients' norm if they are clipped.
+
+        A step of fp16 whose gradients are not finite is skipped.
+        """
         max_norm, norm = self._setup.config.clip_grad_norm, None
-        if max_norm is not None:
-            norm = float(self._setup.system.clip(self.model, max_norm))
         self._schedule.apply(self.step)
-        self.optimizer.step()
+        if self._unscale():
+            if max_norm is not None:
+                norm = float(self._setup.system.clip(self.model, max_norm))
+            self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
+
+    def _unscale(self) -> bool:
+        """Undoes the loss scale, if there is one; returns whether the optimizer is to step."""
+        scale = self.loss_scale
+        if scale is None:
+            return True
+        finite = unscale_gradients(self.model.parameters(), scale.value, self._device.current)
+        self.loss_scale = scale.after(finite=finite)
+        return finite
 
     def _accumulate(self, microbatches: Sequence[Batch]) -> Tensor:
         """Accumulates the gradients of microbatches and returns their mean loss."""
         total = torch.zeros((), dtype=torch.float64, device=self._device.current)
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         for index, batch in enumerate(microbatches):
             last = index == len(microbatches) - 1
             total += plain_loss(
                 self._setup.system.forward_backward(
-                    self.model, batch, parts=len(microbatches), last=last
+                    self.model, batch, parts=len(microbatches), last=last, scale=scale
                 )
             )
         return total
@@ -179,7 +200,9 @@ class Trainer:
     def save(self, *, wait: bool = True) -> Path:
         """Writes a checkpoint of the current step into the run folder (`CheckpointSaver.save`)."""
         self._saved_step = self.step
-        return self._saver.save(self.step, self.model, self.optimizer, wait=wait)
+        return self._saver.save(
+            self.step, self.model, self.optimizer, wait=wait, loss_scale=self.loss_scale
+        )
 
     def finish_saving(self) -> None:
         """Waits until a checkpoint that is being written in the background is complete."""
@@ -248,9 +271,13 @@ class Trainer:
         dist.all_reduce(shared)
         mean = float(shared[0]) / self._world.size
         if not math.isfinite(mean):
-            raise self._diverged(mean, generators)
+            raise self._diverged(f"the loss of step {counted} is {mean}", generators)
+        scale = self.loss_scale
         with self._collectives.step(counted):
             norm = self._update()
+        if self.loss_scale is not None and self.loss_scale.is_too_small:
+            self.loss_scale = scale
+            raise self._diverged(f"gradients of step {counted} overflow in fp16", generators)
         seconds = time.perf_counter() - started
         record = StepRecord(
             step=self.step,
@@ -261,6 +288,7 @@ class Trainer:
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
             tokens_per_second=self._tokens_per_step / seconds,
             mfu=self._throughput.mfu(seconds),
+            loss_scale=None if scale is None else scale.value,
         )
         return record, bool(shared[1])
 
@@ -284,14 +312,14 @@ class Trainer:
             return None
         return float(torch.tensor(loss, dtype=torch.float64).exp())  # infinite where exp raises
 
-    def _diverged(self, loss: float, generators: dict[str, Tensor]) -> DivergedError:
-        """Saves the state before the current step, whose loss is not finite."""
+    def _diverged(self, reason: str, generators: dict[str, Tensor]) -> DivergedError:
+        """Saves the state before the current step, whose loss or gradients are not finite."""
         config, step = self._setup.config, self.step
         last = step * config.global_batch - 1
         samples = f"(the step has samples {last - config.global_batch + 1} to {last})"
         if not self._setup.system.supports_checkpoints:
             return DivergedError(
-                f"the loss of step {step} is {loss}; training stopped before its update, without a"
+                f"{reason}; training stopped before its update, without a"
                 f" checkpoint: restart with a smaller --learning-rate or other data {samples}"
             )
         self._loader.load_state_dict({"step": step - 1})
@@ -299,7 +327,7 @@ class Trainer:
         self.optimizer.zero_grad()
         path = self.save()
         return DivergedError(
-            f"the loss of step {step} is {loss}; training stopped before its update, and the"
+            f"{reason}; training stopped before its update, and the"
             f" checkpoint of step {step - 1} is {path}: resume it with a smaller --learning-rate"
             f" or other data {samples}"
         )
@@ -412,6 +440,7 @@ class _Outputs(AbstractContextManager["_Outputs"]):
                 "learning rate": record.learning_rate,
                 "evaluation loss": record.eval_loss,
                 "evaluation perplexity": record.eval_perplexity,
+                "loss scale": record.loss_scale,
             }
             for name, value in optional.items():
                 if value is not None:

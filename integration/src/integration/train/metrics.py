@@ -26,6 +26,7 @@ class StepRecord:
         learning_rate: learning rate of the update.
         eval_loss: mean loss of the held-out samples after the update; None without an evaluation.
         eval_perplexity: its exponential, for text.
+        loss_scale: of fp16; the next step's is half of it if the update was skipped.
     """
 
     step: int
@@ -38,6 +39,7 @@ class StepRecord:
     learning_rate: float | None = None
     eval_loss: float | None = None
     eval_perplexity: float | None = None
+    loss_scale: float | None = None
 
 
 @dataclass(frozen=True)

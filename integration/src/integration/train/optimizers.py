@@ -51,9 +51,11 @@ def build_optimizer(
             adjust_lr_fn="match_rms_adamw",
         )
     if name == SOAP:
-        from fsdp.optim import SOAP as Soap
+        from fsdp import optim
 
-        return Soap(_matrix_groups(model, "use_soap"), lr=learning_rate, weight_decay=weight_decay)
+        return optim.SOAP(
+            _matrix_groups(model, "use_soap"), lr=learning_rate, weight_decay=weight_decay
+        )
     assert name == ADAMW
     groups = _adamw_groups(model)
     options: dict[str, Any] = {"weight_decay": weight_decay, "fused": True}

@@ -31,6 +31,8 @@ from integration.train.launch.world import declared_world
 from integration.train.measurement.profiling import StepRange
 from integration.train.optimizers import ADAMW, SOAP
 
+# Dtypes of mixed precision by the value of --dtype.
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _DEFAULTS = {each.name: each.default for each in fields(TrainConfig)}
 assert MISSING not in _DEFAULTS.values()
 
@@ -91,13 +93,6 @@ def _spelled(config: TrainConfig, field: str) -> str:
 
 RULES: tuple[OptionRule, ...] = (
     *map(_needs_pipeline, ("pp_split_points", "pp_schedule", "pp_microbatches")),
-    OptionRule(
-        "dtype",
-        "pp_degree",
-        lambda config: config.pp_degree == 1,
-        "--pp-degree 1, as pipeline stages compute in the dtype of their weights",
-        "use --dtype fp32, or leave --pp-degree out",
-    ),
     OptionRule(
         "placements",
         "pp_degree",
@@ -367,10 +362,11 @@ def _supported_system(config: TrainConfig, device: Device) -> System:
     if config.dtype == "fp32":
         system.layer_policies = policies
         return system
-    if not system.mixed_precision:
-        fit = [name for name in SYSTEM_NAMES if get_system(name).mixed_precision]
+    dtype = COMPUTE_DTYPES[config.dtype]
+    if dtype not in system.compute_dtypes:
+        fit = [name for name in SYSTEM_NAMES if dtype in get_system(name).compute_dtypes]
         raise _unsupported(config, f"--dtype {config.dtype}", "--dtype fp32", fit)
-    system = get_system(config.system, degrees_of(config), torch.bfloat16, device)
+    system = get_system(config.system, degrees_of(config), dtype, device)
     system.layer_policies = policies
     return system
 

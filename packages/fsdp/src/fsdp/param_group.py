@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -369,7 +369,9 @@ class PlannedParamGroup(FSDPParamGroup):
             for s in shards
         ]
         self.reduce_scatter = self._new_reduce_scatter(
-            self._buffers, views, partial(_local_gradients, self.params)
+            self._buffers,
+            views,
+            partial(_local_gradients, self.params, self.options.mp_policy.reduce_dtype),
         )
 
     @property
@@ -509,9 +511,15 @@ class PlannedParamGroup(FSDPParamGroup):
 
 
 def _local_gradients(
-    params: Sequence[FSDPParam], grads: Mapping[int, torch.Tensor]
+    params: Sequence[FSDPParam],
+    reduce_dtype: torch.dtype | None,
+    grads: Mapping[int, torch.Tensor],
 ) -> Mapping[int | str, torch.Tensor]:
-    """Returns local tensors of gradients; of TP parameters, redistributed in one collective."""
+    """Returns local tensors of gradients; of TP parameters, redistributed in one collective.
+
+    What is Partial on other axes, as the gradients of norms under sequence parallelism, is summed
+    in ``reduce_dtype`` there, too, if that is wider.
+    """
     found: dict[int | str, torch.Tensor] = {}
     moved: list[int] = []
     terms: dict[int, int] = {}
@@ -524,7 +532,7 @@ def _local_gradients(
                 terms[i] = conversion.terms
             if conversion.target is not None:
                 moved.append(i)
-                sources.append(placement.as_dtensor(grad))
+                sources.append(_widened(placement.as_dtensor(grad), reduce_dtype))
                 targets.append(conversion.target)
         found[i] = grad._local_tensor if isinstance(grad, DTensor) else grad
     if moved:
@@ -534,6 +542,14 @@ def _local_gradients(
     for i, number in terms.items():
         found[i] = found[i] / number
     return found
+
+
+def _widened(grad: DTensor, dtype: torch.dtype | None) -> DTensor:
+    """Casts a gradient to a dtype that has all values of its own."""
+    if dtype is None or torch.promote_types(grad.dtype, dtype) != dtype:
+        return grad
+    with torch.no_grad():
+        return cast(DTensor, grad.to(dtype))
 
 
 class ExtensionParamGroup(FSDPParamGroup):

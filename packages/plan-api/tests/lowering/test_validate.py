@@ -183,6 +183,10 @@ def test_mixed_precision_beside_parameters_that_keep_their_dtype_is_refused(mesh
     assert lower(plan, TwoLinears().to(torch.bfloat16)).fully_sharded
     other = Plan(mesh).shard("up.weight", S0, "tp").fully_shard("", "dp", mp_policy=policy)
     assert lower(other, TwoLinears()).fully_sharded
+    # Without a cast of inputs, as under autocast, every operator casts what it gets.
+    policy = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
+    plan = Plan(mesh).shard("up.weight", S0, "dp").fully_shard("", "dp", mp_policy=policy)
+    assert lower(plan, TwoLinears()).fully_sharded
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from integration.device import CPU, Device
 from integration.errors import UsageError
 from integration.train.checkpoint.checksum import checksum, file_checksum
 from integration.train.launch.world import World
+from integration.train.model.loss_scale import LossScale
 
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
@@ -61,6 +62,7 @@ class Manifest:
         device: type of the ranks' devices.
         equal_generators: whether the random generators of all ranks had the same state, as they
             have where dist-rng draws one device's numbers.
+        loss_scale: of the next step; None but with fp16.
     """
 
     step: int
@@ -70,6 +72,7 @@ class Manifest:
     checksums: dict[str, str] = field(default_factory=dict)
     device: str = "cpu"  # the default of older checkpoints, which do not name it
     equal_generators: bool = False  # not known of older checkpoints
+    loss_scale: LossScale | None = None
 
 
 def folder_name(step: int) -> str:
@@ -86,13 +89,19 @@ class CheckpointDraft:
     """
 
     def __init__(
-        self, run: Path, step: int, identity: Identity, world: World, device: Device = CPU
+        self,
+        run: Path,
+        step: int,
+        identity: Identity,
+        world: World,
+        device: Device = CPU,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.step = step
         self.final = run / FOLDER / folder_name(step)
         self.partial = self.final.with_name(f".{self.final.name}.partial")
         self._identity, self._world, self._device = identity, world, device
-        self._equal_generators = False
+        self._equal_generators, self._loss_scale = False, loss_scale
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Removes a killed run's partial folder and returns the state; all ranks call it."""
@@ -115,7 +124,7 @@ class CheckpointDraft:
         ordered = {name: checksums[name] for name in sizes}
         manifest = Manifest(
             self.step, self._world.size, self._identity, sizes, ordered, self._device.type,
-            self._equal_generators,
+            self._equal_generators, self._loss_scale,
         )  # fmt: skip
         _write_durably(self.partial / MANIFEST, manifest_text(manifest))
         _sync_folder(self.partial)
@@ -272,6 +281,8 @@ def _complete_manifest(path: Path, verification: Verification) -> Manifest:
         own = values.pop(_OWN_CHECKSUM, None)
         expected = _with_checksum(values)
         values["identity"] = Identity(**values["identity"])
+        if (scale := values.get("loss_scale")) is not None:
+            values["loss_scale"] = LossScale(**scale)
         manifest = Manifest(**values)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise _IncompleteError(

@@ -29,6 +29,7 @@ from integration.train.checkpoint import checkpoint
 from integration.train.checkpoint.checkpoint import CheckpointDraft, Identity, newest_complete
 from integration.train.checkpoint.writer import CheckpointWriter
 from integration.train.launch.world import World
+from integration.train.model.loss_scale import LossScale
 
 
 class CheckpointSaver:
@@ -63,7 +64,15 @@ class CheckpointSaver:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
             self._commits = ThreadPoolExecutor(1, "checkpoint")
 
-    def save(self, step: int, model: nn.Module, optimizer: Any, *, wait: bool = True) -> Path:
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        wait: bool = True,
+        loss_scale: LossScale | None = None,
+    ) -> Path:
         """Writes the checkpoint of ``step`` and returns its path.
 
         Args:
@@ -72,13 +81,16 @@ class CheckpointSaver:
             optimizer: optimizer of its parameters.
             wait: whether it must be complete on return; otherwise, in the background, it is
                 complete after the next ``save`` or ``finish`` at the latest.
+            loss_scale: of the next step; None but with fp16.
 
         Raises:
             UnwrittenError: it, or the previous one, could not be written.
             CheckpointException: saving failed for another reason.
         """
         self.finish()
-        draft = CheckpointDraft(self._run, step, self._identity, self._world, self._device)
+        draft = CheckpointDraft(
+            self._run, step, self._identity, self._world, self._device, loss_scale
+        )
         state = draft.begin(model, optimizer)
         writer = CheckpointWriter(draft.partial)
         if wait or self._group is None:

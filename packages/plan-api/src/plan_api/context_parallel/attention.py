@@ -16,6 +16,7 @@ from plan_api.context_parallel.order import AttentionCall, SequenceSharding
 from plan_api.context_parallel.ring import ring_attention
 from plan_api.context_parallel.ulysses import ulysses_attention
 from plan_api.lowering.ir import OpKind, Site, SiteStep
+from plan_api.ops.autocast import cast_down
 from plan_api.ops.function_calls import FunctionInterception, InterceptedCalls, with_wrapped
 from plan_api.runtime.attribution import moving
 from plan_api.runtime.error_context import StepContext
@@ -94,6 +95,7 @@ class _ContextParallelAttention:
                 sent.
         """
         self._check_options(attn_mask, dropout_p)
+        query, key, value = cast_down(query, key, value)
         call = AttentionCall(
             self._mesh, self._axis, self._order, is_causal, scale, self._path,
             self._backward_context,

@@ -313,14 +313,18 @@ def _check_dtypes_of_fully_sharded(
         entry = entry_for(name, fully_sharded)
         if entry is None or not is_sharded_by_plan(name, entry, schedules, mesh):
             continue
-        policy = dict(entry.options).get("mp_policy")
-        dtype = None if policy is None else policy.make().param_dtype
+        value = dict(entry.options).get("mp_policy")
+        dtype = None
+        # Without a cast of inputs that is for the caller, who may use autocast.
+        if value is not None and (policy := value.make()).cast_forward_inputs:
+            dtype = policy.param_dtype
         if param.is_floating_point() and dtype not in (None, param.dtype):
             raise ValueError(
                 f"{entry.description}: expected no parameter that the plan shards along "
                 f"{', '.join(entry.axes)}, as fully_shard leaves those in their dtype, and modules "
                 f"get inputs in {dtype}, got {name} in {param.dtype}; shard it along another axis, "
-                f"with an entry of fully_shard of its own, or leave out mp_policy"
+                f"with an entry of fully_shard of its own, or pass cast_forward_inputs=False and "
+                f"run the model under torch.autocast, or leave out mp_policy"
             )
 
 

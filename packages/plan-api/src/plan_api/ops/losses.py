@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn._reduction import get_enum, legacy_get_string
 
+from plan_api.ops.autocast import cast_up
 from plan_api.ops.cross_entropy import (
     MEAN,
     NONE,
@@ -266,6 +267,7 @@ def _smoothed_cross_entropy(
 ) -> Any:
     if not label_smoothing or target.is_floating_point():
         return NotImplemented
+    input = cast_up(input)  # noqa: A001
     logits = _logits(input, min(1, input.ndim - 1))
     if logits.is_replicated:
         return NotImplemented

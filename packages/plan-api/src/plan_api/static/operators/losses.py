@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn._reduction import get_enum, legacy_get_string
 
+from plan_api.ops.autocast import cast_up
 from plan_api.ops.cross_entropy import cross_entropy as local_cross_entropy
 from plan_api.ops.cross_entropy import log_likelihood_loss
 from plan_api.ops.function_calls import TorchFunction
@@ -36,6 +37,7 @@ def cross_entropy(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
                 f"cross_entropy: expected targets that are classes, in static mode, got "
                 f"probabilities of {tuple(target.shape)}; use mode='eager'"
             )
+        input = cast_up(input)  # noqa: A001
         sharding = sharding_of_classes(input, min(1, input.ndim - 1), sizes)
         if size_average is not None or reduce is not None:
             reduction = legacy_get_string(size_average, reduce)
@@ -65,6 +67,7 @@ def nll_loss(_: TorchFunction, sizes: TensorSizes) -> TorchFunction:
         reduce: bool | None = None,
         reduction: str = "mean",
     ) -> torch.Tensor:
+        input = cast_up(input)  # noqa: A001
         sharding = sharding_of_classes(input, min(1, input.ndim - 1), sizes)
         if size_average is not None or reduce is not None:
             reduction = legacy_get_string(size_average, reduce)
