@@ -32,7 +32,8 @@ class _ConfiguredShape(DecoderShape):
         others = {key: value for key, value in asdict(self).items() if key != "config"}
         trainers = super().options(dropout=dropout)
         own = {key: trainers[key] for key in _OWN}
-        return others | json.loads(self.config) | own
+        entries: dict[str, Any] = json.loads(self.config)
+        return others | entries | own
 
 
 @dataclass(frozen=True)
