@@ -22,7 +22,9 @@ from testkit import run_ranks
 )
 def test_every_optimizer_has_all_parameters_and_the_same_options(name, kind):
     model = build_model(model_shape("llama-tiny"), seed=0)
-    optimizer = build_optimizer(name, model, learning_rate=3e-4, weight_decay=0.2)
+    optimizer = build_optimizer(
+        name, model, layers="model.layers", learning_rate=3e-4, weight_decay=0.2
+    )
     assert type(optimizer) is kind
     state_bytes = [param for group in optimizer.param_groups for param in group["params"]]
     assert {id(param) for param in state_bytes} == {id(param) for param in model.parameters()}
@@ -88,7 +90,9 @@ def test_adamw_of_buffers_trains_and_resumes_with_torchs_bits(system, tmp_path):
 @pytest.mark.parametrize("name", ["muon", "soap"])
 def test_the_matrices_of_the_layers_have_another_optimizer_than_the_other_parameters(name):
     model = build_model(model_shape("llama-tiny"), seed=0)
-    optimizer = build_optimizer(name, model, learning_rate=3e-4, weight_decay=0.2)
+    optimizer = build_optimizer(
+        name, model, layers="model.layers", learning_rate=3e-4, weight_decay=0.2
+    )
     names = {param: name for name, param in model.named_parameters()}
     hidden, others = ([names[p] for p in group["params"]] for group in optimizer.param_groups)
     assert [group.get(f"use_{name}", True) for group in optimizer.param_groups] == [True, False]
@@ -101,7 +105,9 @@ def test_the_matrices_of_the_layers_have_another_optimizer_than_the_other_parame
 
 def test_muon_has_the_matrices_of_a_dits_blocks_too():
     model = build_model(model_shape("dit-tiny"), seed=0)
-    optimizer = build_optimizer("muon", model, learning_rate=3e-4, weight_decay=0.2)
+    optimizer = build_optimizer(
+        "muon", model, layers="model.blocks", learning_rate=3e-4, weight_decay=0.2
+    )
     names = {param: name for name, param in model.named_parameters()}
     hidden, others = ([names[p] for p in group["params"]] for group in optimizer.param_groups)
     assert len(hidden) == 2 * 5

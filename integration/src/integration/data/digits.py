@@ -37,7 +37,7 @@ class Digits:
     """
 
     source = "scikit-learn's handwritten digits"
-    tokenizer = None
+    tokenizer: str | None = None
     tokens = _PATCHES
 
     def __init__(self, seed: int) -> None:

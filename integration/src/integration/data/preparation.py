@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,9 +65,15 @@ def prepare_text(path: Path | None, sequence_length: int, how: Tokenization) -> 
             f"--data: expected the same text on all hosts, got {len(set(fingerprints))} different"
             f" ones from {corpus.source}; copy one to all of them"
         )
-    facts = {"source": corpus.source, "size": corpus.size, "fingerprint": fingerprints[0]}
+    windows = partial(
+        TextWindows,
+        sequence_length=sequence_length,
+        source=corpus.source,
+        size=corpus.size,
+        fingerprint=fingerprints[0],
+    )
     if how.tokenizer == BYTES:
-        return TextWindows(ByteStream(corpus), sequence_length, **facts)
+        return windows(ByteStream(corpus))
     assert how.folder is not None
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     (text,) = on_some_ranks(lambda: _tokenizer(corpus, how).json, enabled=is_first)
@@ -80,8 +87,7 @@ def prepare_text(path: Path | None, sequence_length: int, how: Tokenization) -> 
 
     on_some_ranks(write_missing, enabled=how.first_on_host)
     write_missing()  # where ranks of a host are not known to share a file system
-    stream = TokenFile(file, tokenizer.vocabulary)
-    return TextWindows(stream, sequence_length, **facts, tokenizer=tokenizer.fingerprint)
+    return windows(TokenFile(file, tokenizer.vocabulary), tokenizer=tokenizer.fingerprint)
 
 
 def _tokenizer(corpus: Corpus, how: Tokenization) -> FileTokenizer:

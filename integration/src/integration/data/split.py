@@ -44,16 +44,27 @@ def split(data: Samples, held_out: int) -> Split:
             f"--eval-samples {held_out}: expected at most half of the {len(data)} samples of"
             f" {data.source}; give a smaller number, or more data"
         )
-    return Split(_Training(data, every, held_out), _HeldOut(data, every, held_out))
+    training = _Training(data, len(data) - held_out, every, held_out)
+    return Split(training, _HeldOut(data, held_out, every, held_out))
 
 
 class _Part:
-    """Some samples of a source."""
+    """Some samples of a source.
 
-    def __init__(self, data: Samples, every: int, held_out: int) -> None:
+    Args:
+        data: all samples.
+        count: number of samples of this part.
+        every: distance of held-out samples.
+        held_out: their number.
+    """
+
+    def __init__(self, data: Samples, count: int, every: int, held_out: int) -> None:
         self.source, self.size, self.fingerprint = data.source, data.size, data.fingerprint
         self.tokenizer, self.tokens = data.tokenizer, data.tokens
-        self._data, self._every, self._held_out = data, every, held_out
+        self._data, self._count, self._every, self._held_out = data, count, every, held_out
+
+    def __len__(self) -> int:
+        return self._count
 
     def require(self, samples: int) -> None:
         """Refuses a global batch of more samples than there are.
@@ -72,9 +83,6 @@ class _Part:
 class _Training(_Part):
     """The samples that are not held out, in order."""
 
-    def __len__(self) -> int:
-        return len(self._data) - self._held_out
-
     def sample(self, slot: int, draw: int) -> Batch:
         row, rest = divmod(slot, self._every - 1)
         if row < self._held_out:
@@ -84,9 +92,6 @@ class _Training(_Part):
 
 class _HeldOut(_Part):
     """The last of each ``every`` samples."""
-
-    def __len__(self) -> int:
-        return self._held_out
 
     def sample(self, slot: int, draw: int) -> Batch:
         return self._data.sample((slot + 1) * self._every - 1, _FIRST_DRAW + draw)

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from integration.errors import UsageError
+from integration.models.config_file import CONFIGURED, shape_of_config
+from integration.models.custom import custom_shape, load_function
 from integration.models.decoders import (
     DECODERS,
     DecoderShape,
@@ -30,6 +33,7 @@ __all__ = [
     "build_model",
     "build_model_on_meta",
     "draw_weights",
+    "load_function",
     "loss_of",
     "model_shape",
     "shape_from",
@@ -37,14 +41,25 @@ __all__ = [
 
 
 def model_shape(name: str) -> ModelShape:
-    """Returns the shape of the model with this name.
+    """Returns the shape of a model.
+
+    Args:
+        name: a name; the path of a Hugging Face config.json; or package.module:function, which
+            returns a shape.
 
     Raises:
         UsageError: there is none.
     """
-    if name not in _SHAPES:
-        raise UsageError(f"unknown model {name!r}; choose one of: {', '.join(MODEL_NAMES)}")
-    return _SHAPES[name]
+    if name in _SHAPES:
+        return _SHAPES[name]
+    if ":" in name:
+        return custom_shape(name)
+    if name.endswith(".json"):
+        return shape_of_config(Path(name))
+    raise UsageError(
+        f"unknown model {name!r}; choose one of: {', '.join(MODEL_NAMES)}; or give the path of a"
+        " config.json, or package.module:function"
+    )
 
 
 def shape_from(values: Mapping[str, Any]) -> ModelShape:
@@ -53,12 +68,13 @@ def shape_from(values: Mapping[str, Any]) -> ModelShape:
     Raises:
         UsageError: no shape has these fields.
     """
-    for shape in {type(shape): None for shape in _SHAPES.values()}:
+    kinds: list[type[ModelShape]] = [*{type(shape): None for shape in _SHAPES.values()}]
+    for shape in [*kinds, *CONFIGURED.values()]:
         if {field.name for field in fields(shape)} == values.keys():
             return shape(**values)
     raise UsageError(
-        f"no model has the fields {', '.join(values)}; use the version of integration that wrote"
-        " the checkpoint"
+        f"no model here has the fields {', '.join(values)}; use the version of integration that"
+        " wrote the checkpoint (models of --model package.module:function are trained only)"
     )
 
 

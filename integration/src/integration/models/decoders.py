@@ -66,12 +66,15 @@ class MixtralShape(DecoderShape):
     num_local_experts: int = 4
     num_experts_per_tok: int = 2
 
+    def options(self, *, dropout: float) -> dict[str, Any]:
+        """Returns the arguments of the model's configuration, without a sliding window."""
+        return super().options(dropout=dropout) | {"sliding_window": None}
+
     def build(self, *, dropout: float) -> nn.Module:
         """Returns the model; ``dropout`` is of attention's weights."""
         from transformers import MixtralConfig, MixtralForCausalLM
 
-        options = self.options(dropout=dropout) | {"sliding_window": None}
-        model: nn.Module = MixtralForCausalLM(MixtralConfig(**options))
+        model: nn.Module = MixtralForCausalLM(MixtralConfig(**self.options(dropout=dropout)))
         return model.train()
 
 

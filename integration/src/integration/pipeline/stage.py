@@ -35,7 +35,9 @@ class Stage(PipelineStage):
     # torch's V-shaped schedules pass gradients between a rank's stages also where there are none.
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Returns the gradients of a microbatch's inputs; torch's schedules call it."""
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+        if not self.has_backward:
+            return ()
+        return super().get_local_bwd_output(mb_index)  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Takes the gradients of a microbatch's outputs; torch's schedules call it."""

@@ -157,11 +157,11 @@ def _draw(records: Sequence[StepRecord], theme: Theme) -> MatplotlibFigure:
         linewidth=1.5,
         label=label,
     )
-    evaluated = [record for record in records if record.eval_loss is not None]
+    evaluated = {each.step: each.eval_loss for each in records if each.eval_loss is not None}
     if evaluated:
         axes.plot(
-            [record.step for record in evaluated],
-            [record.eval_loss for record in evaluated],
+            list(evaluated),
+            list(evaluated.values()),
             color=theme.series[0],
             linewidth=1.5,
             marker="o",

@@ -126,7 +126,7 @@ def generate(decoder: TextModel, options: TextSampling, *, samples: int, seed: i
     how: dict[str, Any] = {"do_sample": False}
     if options.temperature > 0:
         how = {"do_sample": True, "temperature": options.temperature, "top_k": options.top_k}
-    config = GenerationConfig(
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=options.max_tokens,
         eos_token_id=tokenizer.end,
         pad_token_id=tokenizer.end,

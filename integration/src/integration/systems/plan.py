@@ -3,7 +3,9 @@
 It is imported on use, as the other systems need only torch.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +16,9 @@ from integration.models import DecoderShape, ModelShape
 from integration.systems.base import AUTOCAST_DTYPES, System, require_vocabulary
 from integration.systems.degrees import Degrees
 from integration.systems.divisors import alternatives, divisors, require_divisors
+
+# Families of models that the zoo has plans of.
+ZOO = ("llama", "mixtral", "dit")
 
 
 class PlanSystem(System):
@@ -35,6 +40,9 @@ class PlanSystem(System):
     plans_layers = True
     compute_dtypes = AUTOCAST_DTYPES
 
+    # Makes the plan from mesh, shape and degrees; None: the zoo does.
+    make_plan: Callable[..., Any] | None = None
+
     def data_parallel_degree(self, world_size: int) -> int:
         """Returns the data parallel degree; the plan shards the batch that each rank passes."""
         del world_size
@@ -49,6 +57,9 @@ class PlanSystem(System):
         """Refuses degrees whose product is not the world size, or that do not divide the model."""
         degrees = self.degrees
         degrees.check(world_size)
+        if self.make_plan is not None:
+            return  # which knows its model
+        _require_zoo(shape)
         require_vocabulary(shape, degrees)
         if degrees.ep > 1:
             if shape.family != "mixtral":
@@ -70,14 +81,28 @@ class PlanSystem(System):
         """Applies the plan, including fully_shard for ``dp_shard``."""
         del world_size
         from integration.systems.zoo import add_layer_policies, plan_of
-        from plan_api import parallelize
+        from plan_api import Plan, parallelize
 
         self.autocast(model)
         axes = self.degrees.axes
         mesh = init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        plan = plan_of(shape, mesh, self.degrees, gathered=self.compute_dtype)
+        if self.make_plan is None:
+            plan = plan_of(shape, mesh, self.degrees, gathered=self.compute_dtype)
+        else:
+            plan = self.make_plan(mesh, shape, self.degrees)
+        if not isinstance(plan, Plan):
+            raise UsageError(
+                "--plan: expected the function to return a plan_api.Plan, got a"
+                f" {type(plan).__name__}; return one"
+            )
         add_layer_policies(plan, self.layer_policies, shape, len(shape.layers_of(model)))
-        return parallelize(model, plan, mode="static" if self.degrees.static else "eager")
+        mode: Literal["static", "eager"] = "static" if self.degrees.static else "eager"
+        try:
+            return parallelize(model, plan, mode=mode)
+        except ValueError as error:
+            if self.make_plan is None:
+                raise
+            raise UsageError(f"--plan: {error}; correct it") from error
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         """Reduces gradients in the last microbatch only."""
@@ -86,6 +111,19 @@ class PlanSystem(System):
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last)
         return nullcontext() if last else installed(model).gradients.no_sync()
+
+
+def _require_zoo(shape: ModelShape) -> None:
+    """Refuses a model for which the zoo has no plan.
+
+    Raises:
+        UsageError: names the model's family.
+    """
+    if shape.family not in ZOO:
+        raise UsageError(
+            f"--system plan: expected a model of {', '.join(ZOO)}, of which the zoo has plans, got"
+            f" a {shape.family}; give --plan package.module:function, or another --system"
+        )
 
 
 def _require_heads(shape: DecoderShape, degrees: Degrees) -> None:

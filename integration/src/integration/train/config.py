@@ -47,7 +47,11 @@ class TrainConfig:
     plan or torchtitan-style."""
     model: str = "llama-10m"
     """Model: llama-10m, llama-tiny, llama-tied-tiny, mixtral-10m, mixtral-tiny, dit-3m, dit-small
-    or dit-tiny."""
+    or dit-tiny; the path of a Hugging Face config.json of a LLaMA or Mixtral; or
+    package.module:function, which returns an integration.models.ModelShape."""
+    plan: str | None = None
+    """plan: package.module:function, which is called with the mesh, the model's shape and the
+    degrees, and returns a plan_api.Plan; by default the model's plan of the zoo."""
     dp_replicate: Positive = 1
     """plan: data parallel degree with replicated parameters."""
     dp_shard: Annotated[int, AfterValidator(_positive_or_rest)] = 1

@@ -100,6 +100,7 @@ class Trainer:
         optimizer = build_optimizer(
             config.optimizer,
             self.model,
+            layers=setup.shape.layers,
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
             on_buffers=setup.system.on_buffers,

@@ -12,13 +12,13 @@ MUON = "muon"
 SOAP = "soap"
 
 _BETAS = (0.9, 0.95)
-_LAYERS = (".layers.", ".blocks.")  # in parameter names of decoders and of a DiT
 
 
 def build_optimizer(
     name: str,
     model: nn.Module,
     *,
+    layers: str,
     learning_rate: float,
     weight_decay: float,
     on_buffers: bool = False,
@@ -31,6 +31,7 @@ def build_optimizer(
             ``muon`` or ``soap``, fsdp's Muon or SOAP for the matrices of the layers, and AdamW for
             the other parameters.
         model: the model as its system has wrapped it.
+        layers: path of the list of repeated layers in the model.
         learning_rate: learning rate of all parameters; Muon's updates are scaled to AdamW's.
         weight_decay: decoupled weight decay of all parameters.
         on_buffers: whether parameters are in fsdp's buffers.
@@ -45,7 +46,7 @@ def build_optimizer(
         from fsdp.optim import Muon
 
         return Muon(
-            _matrix_groups(model, "use_muon"),
+            _matrix_groups(model, layers, "use_muon"),
             lr=learning_rate,
             weight_decay=weight_decay,
             adjust_lr_fn="match_rms_adamw",
@@ -53,9 +54,8 @@ def build_optimizer(
     if name == SOAP:
         from fsdp import optim
 
-        return optim.SOAP(
-            _matrix_groups(model, "use_soap"), lr=learning_rate, weight_decay=weight_decay
-        )
+        groups = _matrix_groups(model, layers, "use_soap")
+        return optim.SOAP(groups, lr=learning_rate, weight_decay=weight_decay)
     assert name == ADAMW
     groups = _adamw_groups(model)
     options: dict[str, Any] = {"weight_decay": weight_decay, "fused": True}
@@ -74,16 +74,17 @@ def _adamw_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": group} for group in (plain, sharded) if group]
 
 
-def _matrix_groups(model: nn.Module, option: str) -> list[dict[str, Any]]:
+def _matrix_groups(model: nn.Module, layers: str, option: str) -> list[dict[str, Any]]:
     """Separates the matrices of the layers from embeddings, output layer and norms.
 
     Args:
         model: the model as its system has wrapped it.
+        layers: path of the list of layers, without prefixes of wrappers.
         option: of groups, which is False where AdamW updates them.
     """
     hidden: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
-        is_hidden_matrix = any(each in name for each in _LAYERS) and parameter.ndim == 2
+        is_hidden_matrix = f".{layers}." in f".{name}" and parameter.ndim == 2
         (hidden if is_hidden_matrix else others).append((name, parameter))
     return [{"params": hidden}, {"params": others, option: False, "betas": _BETAS}]

@@ -16,10 +16,11 @@ import torch
 from integration.data import BatchPlan, Modality, vocabulary_of
 from integration.device import Device, local_ranks, select_device
 from integration.errors import UsageError
-from integration.models import ModelShape, model_shape
+from integration.models import ModelShape, load_function, model_shape
 from integration.systems import SYSTEM_NAMES, Degrees, System, get_system
 from integration.systems.base import LayerPolicies
 from integration.systems.divisors import alternatives
+from integration.systems.plan import PlanSystem
 from integration.train.config import (
     DIST_RNG_RANDOM,
     NATIVE_RANDOM,
@@ -120,6 +121,20 @@ RULES: tuple[OptionRule, ...] = (
         lambda config: _trains_on_text(config),
         "a language model, as others have no text",
         "leave --tokenizer out, or choose another --model",
+    ),
+    OptionRule(
+        "plan",
+        "system",
+        lambda config: config.system == "plan",
+        "--system plan",
+        "use that, or leave --plan out",
+    ),
+    OptionRule(
+        "plan",
+        "pp_degree",
+        lambda config: config.pp_degree == 1,
+        "--pp-degree 1, as stages have plans of the zoo",
+        "leave either out",
     ),
     OptionRule(
         "decay_steps",
@@ -308,6 +323,8 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
         )
     for rule in RULES:
         rule.check(config)
+    if isinstance(system, PlanSystem) and config.plan is not None:
+        system.make_plan = load_function("--plan", config.plan)
     _check_join_timeout(config)
     if not system.supports_checkpoints:
         _require_plain(config)

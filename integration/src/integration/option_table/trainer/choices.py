@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import integration.data
 from integration.errors import UsageError
 from integration.option_table import pairwise
 from integration.option_table.pairwise import Choice, Completion, Pair, Run, merged
@@ -17,6 +19,7 @@ from integration.train.config import DIST_RNG_RANDOM, NATIVE_RANDOM, TrainConfig
 from integration.train.validation import validate
 
 _SEQUENCE, _VOCABULARY = 64, 256
+_TOKENS = 300  # of a tokenizer that is trained
 _CLIP = 1e-2
 
 # Options of every run: a small model, and no files that other options request.
@@ -144,7 +147,7 @@ PARALLELISM: tuple[Choice, ...] = (
     _plan(
         "--tp 2 --loss-parallel",
         "the output layer leaves half of the vocabulary's logits on each rank",
-        lambda seen: _head(seen)[1] == _VOCABULARY // 2,
+        lambda seen: _head(seen)[1] in (_VOCABULARY // 2, _TOKENS // 2),
         tp=2,
         loss_parallel=True,
     ),
@@ -238,6 +241,17 @@ def _fingerprints(ranks: tuple[TrainingObservation, ...], options: Mapping[str, 
     )
 
 
+def _has_tokens(ranks: tuple[TrainingObservation, ...], options: Mapping[str, Any]) -> bool:
+    columns = {_head(rank)[1] for rank in ranks if rank.head_shape is not None}
+    is_there = {"tokenizer.json", "data"} <= set(ranks[0].files)
+    return is_there and columns <= {_TOKENS, _TOKENS // 2} and bool(columns)
+
+
+def _evaluates(ranks: tuple[TrainingObservation, ...], options: Mapping[str, Any]) -> bool:
+    found = [record.eval_loss is not None for record in ranks[0].records]
+    return found == [False] * (STEPS - 1) + [True]
+
+
 def _drops_out(seen: TrainingObservation) -> bool:
     if seen.graphs:  # in compiled layers only operators are observable
         return any(name in seen.operators for name in ("aten::bernoulli_", "aten::native_dropout"))
@@ -286,6 +300,12 @@ POLICIES: tuple[Choice, ...] = (
         "the optimizer is Muon",
         _each(lambda seen: seen.optimizer == "Muon"),
         {"optimizer": "muon"},
+    ),
+    Choice(
+        "--optimizer soap",
+        "the optimizer is SOAP",
+        _each(lambda seen: seen.optimizer == "SOAP"),
+        {"optimizer": "soap"},
     ),
     Choice(
         f"--clip-grad-norm {_CLIP}",
@@ -342,9 +362,27 @@ POLICIES: tuple[Choice, ...] = (
         "--warmup-steps 2",
         "the learning rate grows over two steps",
         lambda ranks, options: (
-            [record.learning_rate for record in ranks[0].records] == [5e-4, 1e-3, 1e-3]
+            [record.learning_rate for record in ranks[0].records[:2]] == [5e-4, 1e-3]
         ),
         {"warmup_steps": 2},
+    ),
+    Choice(
+        "--schedule cosine --min-learning-rate 1e-4",
+        "the learning rate of the last step is this one, which no other schedule has",
+        lambda ranks, options: round(ranks[0].records[-1].learning_rate or 0, 9) == 1e-4,
+        {"schedule": "cosine", "min_learning_rate": 1e-4},
+    ),
+    Choice(
+        f"--tokenizer bpe:{_TOKENS}",
+        "logits of as many tokens; the tokenizer and the tokens are in the run folder",
+        _has_tokens,
+        {"tokenizer": f"bpe:{_TOKENS}", "data": Path(integration.data.__file__).parent},
+    ),
+    Choice(
+        f"--eval-samples 16 --eval-every {STEPS}",
+        "the last step has a loss of held-out samples",
+        _evaluates,
+        {"eval_samples": 16, "eval_every": STEPS},
     ),
     Choice(
         "--fingerprint",

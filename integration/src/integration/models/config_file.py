@@ -1,0 +1,95 @@
+"""Models of a Hugging Face ``config.json``."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from integration.errors import UsageError
+from integration.models.decoders import DecoderShape, LlamaShape, MixtralShape
+from integration.models.shape import ModelShape
+
+# Entries of the file that are not options of the model here: its class, and the dtype of weights,
+# which are fp32.
+_IGNORED = frozenset(
+    {"architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path"}
+)
+# What the trainer decides.
+_OWN = frozenset({"use_cache", "attention_dropout", "attn_implementation"})
+
+
+class _ConfiguredShape(DecoderShape):
+    """Sizes of a config.json, with its other entries as JSON."""
+
+    config: str
+
+    def with_vocabulary(self, size: int) -> ModelShape:
+        """Returns itself, as the file has the size of the vocabulary."""
+        return ModelShape.with_vocabulary(self, size)
+
+    def options(self, *, dropout: float) -> dict[str, Any]:
+        """Returns the arguments of the model's configuration, those of the file among them."""
+        others = {key: value for key, value in asdict(self).items() if key != "config"}
+        trainers = super().options(dropout=dropout)
+        own = {key: trainers[key] for key in _OWN}
+        entries: dict[str, Any] = json.loads(self.config)
+        return others | entries | own
+
+
+@dataclass(frozen=True)
+class ConfiguredLlamaShape(_ConfiguredShape, LlamaShape):
+    """Sizes of a ``LlamaForCausalLM``; ``config`` has the other entries of its config.json."""
+
+    config: str = "{}"
+
+
+@dataclass(frozen=True)
+class ConfiguredMixtralShape(_ConfiguredShape, MixtralShape):
+    """Sizes of a ``MixtralForCausalLM``; ``config`` has the other entries of its config.json."""
+
+    config: str = "{}"
+
+
+CONFIGURED: dict[str, type[ConfiguredLlamaShape] | type[ConfiguredMixtralShape]] = {
+    "llama": ConfiguredLlamaShape,
+    "mixtral": ConfiguredMixtralShape,
+}
+
+
+def shape_of_config(path: Path) -> ModelShape:
+    """Returns the shape of the model of a config.json.
+
+    Raises:
+        UsageError: the file cannot be read, or is not of a LLaMA or Mixtral, or has dropout.
+    """
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        family = values["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"--model {path}: expected a config.json of Hugging Face, which can be read, got an"
+            f" error ({error!r}); give another file"
+        ) from error
+    if family not in CONFIGURED:
+        raise UsageError(
+            f"--model {path}: expected model_type {' or '.join(CONFIGURED)}, got {family!r}; give"
+            " package.module:function with a model of your own"
+        )
+    if values.get("attention_dropout"):
+        raise UsageError(
+            f"--model {path}: expected attention_dropout 0, got {values['attention_dropout']};"
+            " set it to 0 there, and give --dropout"
+        )
+    return _shape(family, values)
+
+
+def _shape(family: str, values: dict[str, Any]) -> ModelShape:
+    from transformers import AutoConfig
+
+    # With the defaults of the class for what the file leaves out.
+    config = AutoConfig.for_model(**values)
+    kind = CONFIGURED[family]
+    names = [field.name for field in fields(kind) if field.name != "config"]
+    sizes = {name: getattr(config, name) for name in names}
+    others = {key: value for key, value in values.items() if key not in {*names, *_IGNORED, *_OWN}}
+    return kind(**sizes, config=json.dumps(others, sort_keys=True))
