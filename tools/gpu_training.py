@@ -34,14 +34,19 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "fsdp, Muon": {"system": "fsdp", "optimizer": "muon"},
     "fsdp, bf16": {"system": "fsdp", "dtype": "bf16"},
     "plan, FSDP": {"system": "plan", "dp_shard": "ranks"},
+    "plan, FSDP, bf16": {"system": "plan", "dp_shard": "ranks", "dtype": "bf16"},
+    "plan, FSDP, fp16": {"system": "plan", "dp_shard": "ranks", "dtype": "fp16"},
     "plan, static": {"system": "plan", "dp_replicate": "ranks", "static": True},
     "plan, FSDP, static": {"system": "plan", "dp_shard": "ranks", "static": True},
     "plan, TP and SP": {"system": "plan", "tp": "ranks", "sp": True},
     "plan, TP, static": {"system": "plan", "tp": "ranks", "static": True},
 }
-# By name, the largest accepted difference of losses; 8-bit moments, Muon and bf16 are shown only.
+# The largest accepted difference of losses; those of 8-bit moments, Muon and mixed precision are
+# shown only.
 TOLERANCE = 1e-3
-NOT_COMPARED = ("fsdp, 8-bit Adam", "fsdp, Muon", "fsdp, bf16")
+NOT_COMPARED = (
+    "fsdp, 8-bit Adam", "fsdp, Muon", "fsdp, bf16", "plan, FSDP, bf16", "plan, FSDP, fp16",
+)  # fmt: skip
 CPU, SINGLE = "the CPU", "one device"
 BATCH = 8  # sequences of all ranks in a step
 

@@ -18,6 +18,7 @@ MORE_RUNS = {
     "Muon": {"system": "fsdp", "optimizer": "muon"},
     "mixed precision": {"system": "fsdp", "dtype": "bf16"},
     "mixed precision of one device": {"system": "single", "ranks": 1, "dtype": "bf16"},
+    "a loss scale": {"system": "plan", "dp_shard": 2, "dtype": "fp16"},
     # The numbers of an emulated GPU, as the host and the device have generators of their own.
     "drawn on shards": {"system": "fsdp", "init": "sharded", "random": "dist-rng"},
     "dropout": {"system": "plan", "dp_shard": 2, "random": "dist-rng", "dropout": 0.1},

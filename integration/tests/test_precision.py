@@ -7,6 +7,9 @@ import torch.distributed.checkpoint as dcp
 
 from integration.errors import DivergedError
 from integration.models import model_shape
+from integration.option_table.policies import POLICIES
+from integration.option_table.products import products
+from integration.pipeline.schedules import SCHEDULES
 from integration.systems import SYSTEM_NAMES, get_system
 from integration.train.config import TrainConfig
 from integration.train.launch.world import World
@@ -30,7 +33,9 @@ MIXED = [
 ]
 # Of a loss from one device's in the same dtype. Measured over 4 steps of all products, in both
 # modes: 1.4e-3 in bf16 and 1.3e-4 in fp16, of Mixtral; of LLaMA 6.3e-4 and 9.1e-5.
-TOLERANCES = {"bf16": 5e-3, "fp16": 5e-4}
+TOLERANCES = {
+    policy.options["dtype"]: policy.tolerance for policy in POLICIES if "dtype" in policy.options
+}
 PRODUCTS = {
     "FSDP": {"system": "plan", "dp_shard": 2},
     "TP x SP x loss parallel, static": {
@@ -86,14 +91,45 @@ def test_losses_of_products_are_those_of_one_device_in_the_same_dtype(
 @pytest.mark.parametrize("model", ["llama-tiny", "mixtral-tiny", "dit-tiny"])
 def test_a_pipeline_computes_what_one_device_does_bit_for_bit(model, dtype, train_runs, tmp_path):
     """By every schedule; what stages send is not rounded."""
-    from integration.pipeline.schedules import SCHEDULES
-
     common = {"model": model, "dtype": dtype, "micro_batch": 8}
     pipeline = common | {"pp_degree": 2, "pp_microbatches": 4}
     runs = [pipeline | {"pp_schedule": schedule} for schedule in SCHEDULES]
     (alone,) = train_runs(1, [common | {"micro_batch": 2}], out=tmp_path / "one", steps=3)
     for schedule, losses in zip(SCHEDULES, train_runs(2, runs, out=tmp_path, steps=3), strict=True):
         assert losses == alone, schedule
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_of_two_ranks_train_under_every_schedule(schedule, one_device, train_runs, tmp_path):
+    """Measured: 5e-5 in bf16 and 1.4e-5 in fp16."""
+    within = [
+        {"system": "plan", "dp_shard": 2, "static": True},
+        {"system": "plan", "tp": 2, "sp": True},
+        {"system": "fsdp2"},
+    ]
+    pipeline = {"micro_batch": 4, "pp_degree": 2, "pp_schedule": schedule, "pp_microbatches": 4}
+    runs = [pipeline | options | {"dtype": dtype} for dtype in COMPUTE_DTYPES for options in within]
+    for run, losses in zip(runs, train_runs(4, runs, out=tmp_path, steps=4), strict=True):
+        assert losses == pytest.approx(one_device[run["dtype"]], abs=TOLERANCES[run["dtype"]]), run
+
+
+BY_PLANS = [product for product in products() if product.variant.system == "plan"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("product", BY_PLANS, ids=lambda product: product.name)
+def test_static_mode_computes_what_eager_does(product, train_runs, tmp_path):
+    """What Eager computes is compared with one device in test_policies_of_products.py."""
+    options = {name: value for name, value in product.options.items() if name != "ranks"}
+    runs = [
+        options | {"dtype": dtype, "static": static}
+        for dtype in COMPUTE_DTYPES
+        for static in (False, True)
+    ]
+    found = train_runs(product.variant.ranks, runs, out=tmp_path, steps=4)
+    for eager, static in (found[:2], found[2:]):
+        assert static == pytest.approx(eager, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -70,9 +70,9 @@ _POLICIES = """## Products, modes and policies
 
 - **equal**: a run of the comparison has both, and one device's losses
 - **tests**: `{test_file}` (nightly) trains both, with the
-  losses of one device, of 8-bit Adam and Muon within 5e-5; with recomputation the losses are those
-  without it bit for bit; of checkpoints the product loads one device's, and one device the
-  product's
+  losses of one device, of 8-bit Adam and Muon within 5e-5; in bf16 within 5e-3 of one device's in
+  bf16, in fp16 within 5e-4; with recomputation the losses are those without it bit for bit; of
+  checkpoints the product loads one device's, and one device the product's
 - **runs**: a run of the option table has both, and every rank proves that they are in effect
 - **no**: the trainer refuses both with the error of this number, before a process starts
 - **untested**: the trainer accepts both, and no test has them

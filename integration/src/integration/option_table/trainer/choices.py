@@ -193,11 +193,18 @@ PARALLELISM: tuple[Choice, ...] = (
 )
 
 
-def _mixed(ranks: tuple[TrainingObservation, ...], options: Mapping[str, Any]) -> bool:
-    found = {rank.head_dtype for rank in ranks} - {None}
-    # Master weights, and so the moments of plain AdamW, stay in fp32.
-    moments = set(ranks[0].state_dtypes)
-    return found == {torch.bfloat16} and ("optimizer" in options or moments == {torch.float32})
+def _computes_in(dtype: torch.dtype) -> Callable[..., bool]:
+    """Returns the proof of mixed precision in ``dtype``, which scales the loss of float16."""
+
+    def proof(ranks: tuple[TrainingObservation, ...], options: Mapping[str, Any]) -> bool:
+        found = {rank.head_dtype for rank in ranks} - {None}
+        scaled = {record.loss_scale is not None for record in ranks[0].records}
+        # Master weights, and so the moments of plain AdamW, stay in fp32.
+        moments = set(ranks[0].state_dtypes)
+        in_fp32 = "optimizer" in options or moments == {torch.float32}
+        return found == {dtype} and scaled == {dtype == torch.float16} and in_fp32
+
+    return proof
 
 
 def _recomputes(share: float) -> Callable[..., bool]:
@@ -262,8 +269,14 @@ POLICIES: tuple[Choice, ...] = (
     Choice(
         "--dtype bf16",
         "the output layer computes in bfloat16; AdamW's moments are float32",
-        _mixed,
+        _computes_in(torch.bfloat16),
         {"dtype": "bf16"},
+    ),
+    Choice(
+        "--dtype fp16",
+        "the output layer computes in float16, with a loss scale; AdamW's moments are float32",
+        _computes_in(torch.float16),
+        {"dtype": "fp16"},
     ),
     Choice(
         "--activation-checkpointing full",
