@@ -49,6 +49,7 @@ SYSTEMS = {
     "fsdp": {"system": "fsdp"},
     "plan": {"system": "plan", "dp_shard": 2},
     "plan, static": {"system": "plan", "dp_shard": 2, "static": True},
+    "plan, tensor parallel, static": {"system": "plan", "tp": 2, "static": True},
 }
 
 

@@ -1,9 +1,10 @@
-"""Times steps of Adam8bit and of torch's fused AdamW; `nox -s bench -- fsdp --optim` runs it.
+"""Times steps of Adam8bit, AdamW and torch's fused AdamW, and clipping by fsdp and by torch.
 
-Both update the same fsdp-sharded parameters with the same gradients, in turns, on 2 and 4 gloo
-ranks of one thread. torchao's AdamW8bit, if it is installed, updates parameters of FSDP2 in the
-first four rounds only. Ranks share this machine's cores, so times are the least processor time of
-a rank over all rounds, and ratios matter more than times.
+`nox -s bench -- fsdp --optim` runs it. All update the same fsdp-sharded parameters with the same
+gradients, of a backward, in turns, on 2 and 4 gloo ranks of one thread. torchao's AdamW8bit, if it
+is installed, updates parameters of FSDP2 in the first four rounds only. Ranks share this machine's
+cores, so times are the least processor time of a rank over all rounds, and ratios matter more than
+times.
 """
 
 import importlib.util
@@ -22,7 +23,7 @@ import torch.distributed.fsdp as torch_fsdp
 from models import build
 from torch.distributed.tensor import DTensor
 
-ROUNDS, BASE = 15, "fused AdamW"
+ROUNDS, BASE, CLIP_BASE = 15, "fused AdamW", "clipping, torch"
 
 
 def rows(names, worlds=(2, 4)):
@@ -31,8 +32,9 @@ def rows(names, worlds=(2, 4)):
     for name in names:
         for world in worlds:
             ranks = _on_ranks(world, name)
-            base = _summary([rank[BASE] for rank in ranks])
             for optimizer in ranks[0]:
+                base_name = CLIP_BASE if optimizer.startswith("clipping") else BASE
+                base = _summary([rank[base_name] for rank in ranks])
                 summary = _summary([rank[optimizer] for rank in ranks])
                 found.append(
                     {
@@ -41,7 +43,7 @@ def rows(names, worlds=(2, 4)):
                         "step ratio": summary["ms"] / base["ms"],
                         "median ratio": summary["median"] / base["median"],
                         "state MB": summary["bytes"] / 2**20,
-                        "state ratio": summary["bytes"] / base["bytes"],
+                        "state ratio": summary["bytes"] / (base["bytes"] or 1),
                     }
                 )
                 print(found[-1], flush=True)
@@ -67,56 +69,62 @@ def _rank(rank, world, port, name):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
     try:
-        return _measure(_optimizers(name))
+        return _measure(*_steps(name))
     finally:
         dist.destroy_process_group()
 
 
-def _optimizers(name):
+def _steps(name):
+    """Returns the optimizers, and functions that clip, by name."""
     import fsdp
-    from fsdp.optim import Adam8bit
+    from fsdp.optim import Adam8bit, AdamW
 
     params = _sharded(fsdp, name, shard_placement_fn=lambda param: fsdp.Block(256))
     found = {
         BASE: torch.optim.AdamW(params, lr=1e-4, fused=True),
+        "AdamW": AdamW(params, lr=1e-4),
         "Adam8bit": Adam8bit(params, lr=1e-4, weight_decay=1e-2),
     }
     if importlib.util.find_spec("torchao") is not None:
         from torchao.optim import AdamW8bit
 
         found["torchao's AdamW8bit, FSDP2"] = AdamW8bit(_sharded(torch_fsdp, name), lr=1e-4)
-    return found
+    clips = {
+        CLIP_BASE: lambda: torch.nn.utils.clip_grad_norm_(params, 1e6),
+        "clipping": lambda: fsdp.clip_grad_norm_(params, 1e6),
+    }
+    return found, clips
 
 
 def _sharded(package, name, **options):
     model = build(name)
     for layer in model.model.layers:
         package.fully_shard(layer, **options)
-    params = list(package.fully_shard(model, **options).parameters())
+    package.fully_shard(model, **options)
     torch.manual_seed(0)
-    for param in params:
-        param.grad = torch.zeros_like(param)
-        param.grad.to_local().normal_(std=1e-3)
-    return params
+    ids = torch.randint(0, 2048, (2, 16))
+    model(input_ids=ids, labels=ids).loss.backward()
+    return list(model.parameters())
 
 
-def _measure(optimizers):
-    times = {name: [] for name in optimizers}
+def _measure(optimizers, clips):
+    steps = {name: optimizer.step for name, optimizer in optimizers.items()} | clips
+    times = {name: [] for name in steps}
     for number in range(ROUNDS):
-        for name, optimizer in optimizers.items():
+        for name, step in steps.items():
             if "torchao" in name and number >= 4:  # takes about thirty times as long
                 continue
             dist.barrier()
             start = time.process_time()
-            optimizer.step()
+            step()
             times[name].append(1e3 * (time.process_time() - start))
     return {
         name: {
             "ms": min(times[name][1:]),
             "median": median(times[name][1:]),
-            "bytes": sum(map(_bytes, optimizer.state.values())),
+            "bytes": sum(map(_bytes, optimizers[name].state.values())) if name in optimizers else 0,
         }
-        for name, optimizer in optimizers.items()
+        for name in steps
     }
 
 
