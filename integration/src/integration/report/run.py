@@ -59,7 +59,7 @@ class ReportOptions:
     temperature: float = 0.8
     """Divides the logits before sampling; 0 takes the most probable token."""
     seed: int = 0
-    """Seed of the tokens."""
+    """Seed of the first sample; the next ones have the next numbers."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,11 +133,11 @@ def _samples(path: Path | None, options: ReportOptions) -> list[Section]:
     if shape_from(checkpoint.read_manifest(path).identity.model).modality is not Modality.TEXT:
         return []
     decoder, texts = load_text_model(path), []
-    for prompt in options.prompts:
+    for seed, prompt in enumerate(options.prompts, options.seed):
         how = TextSampling(prompt, options.max_tokens, options.temperature)
-        texts += generate(decoder, how, samples=1, seed=options.seed)
+        texts += generate(decoder, how, samples=1, seed=seed)
     head = Paragraph(
-        f"By the checkpoint `{path.name}`, at temperature {options.temperature:g}, with seed"
+        f"By the checkpoint `{path.name}`, at temperature {options.temperature:g}, with seeds from"
         f" {options.seed}; the prompts are {', '.join(f'`{each!r}`' for each in options.prompts)}."
     )
     return [Section("Samples", (head, *map(LogExcerpt, texts)))]
