@@ -23,9 +23,11 @@ from plan_api.plan import Plan
 from plan_api.runtime.agreement import check_agreement
 from plan_api.runtime.deferred_init import seed_descriptions
 from plan_api.runtime.forward_errors import install_forward_errors
-from plan_api.runtime.fully_shard import apply_fully_shard
 from plan_api.runtime.gradients import GradientReduction
 from plan_api.runtime.hooks import SiteCoverage
+from plan_api.runtime.policies.compile import install_compile
+from plan_api.runtime.policies.fully_shard import apply_fully_shard
+from plan_api.runtime.policies.recompute import install_recompute
 from plan_api.runtime.state import check_device, place_state
 from plan_api.static.comparison import Difference
 from plan_api.static.guard import Guard
@@ -84,6 +86,8 @@ class Installed:
 
     def remove(self) -> None:
         """Removes the hooks of this model; its parameters stay DTensors, in static mode too.
+
+        Its modules neither recompute activations nor run compiled any longer.
 
         fully_shard stays applied: in static mode its modules still compute with plain tensors.
         Patches of torch stay: `uninstall` removes them.
@@ -169,6 +173,8 @@ def _install(
     """Installs the hooks of a model whose parameters and buffers are placed."""
     mesh, schedules = plan.mesh, lowered.schedules
     coverage = SiteCoverage([site for site in lowered.sites if site.hook_point.is_module_hook])
+    # First: hooks of these modules run around it.
+    recompute = tuple(install_recompute(model, lowered.recomputed))
     handles: tuple[RemovableHandle, ...]
     gradients: GradientReduction
     guard: Guard | None = None
@@ -193,9 +199,11 @@ def _install(
             warns=options.warns,
         )
     handles = (
+        *install_compile(model, lowered.compiled, lowered.recomputed, coverage),  # removed first
         *handles,
         *refuse_router_loss(model, lowered, mode),
         *install_forward_errors(model, lowered.sites, plan.axes, mode),
+        *recompute,
     )
     return Installed(
         plan, mode, lowered, coverage, gradients, options.extras, guard, handles, leaves

@@ -39,7 +39,7 @@ def _zero_3(plan):
     )
 
 
-def _llama(mesh, mode, prepare=None, seed=1, data_parallel=None, **changes):
+def _llama(mesh, mode, prepare=None, seed=1, data_parallel=None, guard_steps=0, **changes):
     """`prepare` changes the model before it is parallelized, `data_parallel` its plan."""
     model = models.llama(**HEADS | changes)
     models.reinitialize(model, seed)
@@ -48,7 +48,9 @@ def _llama(mesh, mode, prepare=None, seed=1, data_parallel=None, **changes):
     plan = zoo.llama(mesh, dp="dp", sp=mesh.size(1) > 1)
     if data_parallel is not None:
         data_parallel(plan)
-    return parallelize(model, plan, mode=mode, guard_steps=0)
+    return parallelize(
+        model, plan, mode=mode, guard_steps=guard_steps if mode == "static" else None
+    )
 
 
 def _train(model, optimizer, steps, seed):
@@ -207,6 +209,14 @@ def test_activation_checkpointing_is_bitwise_equal(shape, data_parallel):
             assert times == (6 if name in policies and name != "none" else times), name
 
 
+def _compile_call(layer, backend):
+    layer.compile(backend=backend)
+
+
+def _compile_forward(layer, backend):
+    layer.forward = torch.compile(layer.forward, backend=backend)
+
+
 # Raised inside of Dynamo and inductor.
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -220,16 +230,19 @@ def test_activation_checkpointing_is_bitwise_equal(shape, data_parallel):
         ),  # compiles C++ for two minutes
     ],
 )
-def test_compiled_blocks_equal_eager_blocks(backend, within, shape, data_parallel):
+@pytest.mark.parametrize(
+    "compile_layer", [_compile_call, pytest.param(_compile_forward, marks=pytest.mark.slow)]
+)
+def test_compiled_blocks_equal_eager_blocks(backend, within, shape, data_parallel, compile_layer):
     def check():
         mesh = _mesh(shape)
         ends = []
         for compiles in (False, True):
             changes = {"attention_dropout": 0.0, "num_hidden_layers": 1}
-            model = _llama(mesh, "static", data_parallel=data_parallel, **changes)
+            # Its first step is compared with Eager without compiled code.
+            model = _llama(mesh, "static", data_parallel=data_parallel, guard_steps=1, **changes)
             if compiles:
-                for layer in model.model.layers:
-                    layer.compile(backend=backend)
+                compile_layer(model.model.layers[0], backend)
             optimizer = torch.optim.AdamW(model.parameters())
             with torch._dynamo.config.patch(error_on_recompile=True):
                 ends.append((_train(model, optimizer, 3, seed=3), _local_params(model)))

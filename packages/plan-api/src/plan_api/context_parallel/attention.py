@@ -19,6 +19,7 @@ from plan_api.lowering.ir import OpKind, Site, SiteStep
 from plan_api.ops.function_calls import FunctionInterception, InterceptedCalls, with_wrapped
 from plan_api.runtime.attribution import moving
 from plan_api.runtime.error_context import StepContext
+from plan_api.runtime.hooks import register_always_called
 from plan_api.spec.axes import axis_names
 
 __all__ = ["IMPLEMENTATIONS", "install_context_parallel"]
@@ -59,9 +60,7 @@ def install_context_parallel(
                 interception = FunctionInterception(dict.fromkeys(functions, calls))
                 module = model.get_submodule(site.path)
                 yield module.register_forward_pre_hook(interception.begin)
-                yield module.register_forward_hook(
-                    interception.leave, prepend=True, always_call=True
-                )
+                yield register_always_called(module, interception.leave, prepend=True)
 
 
 class _ContextParallelAttention:

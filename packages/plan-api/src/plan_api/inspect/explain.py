@@ -28,14 +28,15 @@ __all__ = ["Diff", "Explanation", "ExplanationRow", "diff", "explain", "print_ex
 
 @dataclass(frozen=True)
 class ExplanationRow:
-    """One tensor at one site.
+    """One tensor at one site, or how one module runs.
 
     Attributes:
         site: the path of the module.
-        hook: the phase of a parameter, or the hook; or fully_shard, of a module.
-        tensor: its name there, with the number or name of the argument.
+        hook: the phase of a parameter, or the hook; `fully_shard`, `recompute` or `compile`.
+        tensor: its name there, with the number or name of the argument; empty for a module.
         before: the placement along each axis before the hook; empty where the plan does not say it.
-        after: the placement along each axis after the hook.
+        after: the placement along each axis after the hook; for a module the axes and options, the
+            policy or the backend.
         gradient: the placements of its gradient along each axis, before and after the hook, where
             the plan says them; ? for one that it does not say.
         bytes: the size of a parameter or buffer on this rank after the hook; empty for activations,
@@ -147,6 +148,8 @@ def explain(plan: PlanEntries, model: nn.Module) -> Explanation:
                 )
             )  # fmt: skip
     rows += _fully_sharded_rows(lowered)
+    rows += _policy_rows(lowered)
+    rows.sort(key=lambda row: order[row.site])  # of a module, its policies last
     return Explanation(tuple(rows), lowered.overrides)
 
 
@@ -165,6 +168,13 @@ def _fully_sharded_rows(lowered: Lowered) -> Iterator[ExplanationRow]:
         counted = [f"{text} ({count} parameters)" for text, count in of_modules[path].items()]
         shown = ", ".join([f"over {' x '.join(entry.axes)}", *options, *counted])
         yield ExplanationRow(path, "fully_shard", "", "", shown, "", "", entry.line)
+
+
+def _policy_rows(lowered: Lowered) -> Iterator[ExplanationRow]:
+    """Yields a row for each module that is recomputed or compiled."""
+    for hook, policies in (("recompute", lowered.recomputed), ("compile", lowered.compiled)):
+        for path, policy in policies.items():
+            yield ExplanationRow(path, hook, "", "", policy.value, "", "", policy.line)
 
 
 def print_explanation(explanation: Explanation) -> None:

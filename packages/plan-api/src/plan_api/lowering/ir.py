@@ -24,8 +24,9 @@ from plan_api.spec.placements import format_placement
 from plan_api.spec.policies import PolicyValue
 
 __all__ = [
-    "AxisMove", "EntryRef", "ExpertIndices", "FullyShard", "HookPoint", "Lowered", "Op", "OpKind",
-    "Override", "PhasePlacements", "Schedule", "ShardValues", "Site", "SiteStep", "TokenDispatch",
+    "AxisMove", "EntryRef", "ExpertIndices", "FullyShard", "HookPoint", "Lowered", "ModulePolicy",
+    "Op", "OpKind", "Override", "PhasePlacements", "Schedule", "ShardValues", "Site", "SiteStep",
+    "TokenDispatch",
     "gradient_placements",
 ]  # fmt: skip
 
@@ -200,6 +201,9 @@ class Site:
         """The site as error messages name it, such as ``layers.0.mlp.forward_pre``."""
         return f"{self.path}.{self.hook_point.value}" if self.path else self.hook_point.value
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def moved(self) -> tuple[SiteStep, ...]:
         """The steps that the site's own hook applies; `plan_api.ops` installs the others."""
@@ -351,6 +355,26 @@ class ShardValues:
 
 
 @dataclass(frozen=True)
+class ModulePolicy:
+    """How a module runs: the policy of its recomputation, or the backend that compiles it.
+
+    Attributes:
+        value: of the entry.
+        text: the entry.
+        line: the source line of the entry.
+    """
+
+    value: str
+    text: str
+    line: str = field(default="", compare=False)
+
+    @property
+    def description(self) -> str:
+        """The entry with its source line, as error messages begin."""
+        return f"{self.line}: {self.text}" if self.line else self.text
+
+
+@dataclass(frozen=True)
 class Override:
     """Two operations, or two entries of fully_shard, with one target: the later one applies."""
 
@@ -374,6 +398,8 @@ class Lowered:
         fully_sharded: the modules that the fsdp package is applied to, by path.
         shard_values: of the parameters of these modules that have any, by their first names.
         eager: the modules that run on DTensors in static mode; none is inside another.
+        recomputed: the modules whose activations are recomputed in backward, by path.
+        compiled: the modules that torch.compile compiles, by path.
     """
 
     ops: tuple[Op, ...]
@@ -384,6 +410,8 @@ class Lowered:
     fully_sharded: Mapping[str, FullyShard]
     shard_values: Mapping[str, ShardValues]
     eager: tuple[str, ...]
+    recomputed: Mapping[str, ModulePolicy]
+    compiled: Mapping[str, ModulePolicy]
 
     def runs_on_dtensors(self, path: str) -> bool:
         """Whether a module or parameter stays on DTensors in static mode."""

@@ -21,6 +21,7 @@ from plan_api.lowering.fully_shard import values_of_parameters
 from plan_api.lowering.ir import EntryRef, FullyShard, HookPoint, Lowered, Op, OpKind, Override
 from plan_api.lowering.model_names import is_inside, named_state, resolve_argument, suggest_names
 from plan_api.lowering.passes import fuse, phase_placements, resolve_overrides, schedules
+from plan_api.lowering.policies import check_compiled, check_recomputed, resolve_policies
 from plan_api.lowering.validate import check_cover, check_overrides, check_phases, validate
 from plan_api.spec.entry import Entry, EntryKind
 from plan_api.spec.path import PathKind, TensorPath
@@ -69,6 +70,10 @@ def lower(plan: PlanEntries, model: nn.Module, *, strict: bool = False) -> Lower
         check_cover(model, placed)
     fully_sharded = {name: entries[-1] for name, entries in entries_of_modules.items()}
     values = values_of_parameters(model, fully_sharded, placed, plan.mesh, of_stage=plan.of_stage)
+    recomputed = resolve_policies(plan, model, EntryKind.RECOMPUTE)
+    check_recomputed(recomputed, placed)
+    compiled = resolve_policies(plan, model, EntryKind.COMPILE)
+    check_compiled(compiled, recomputed, fully_sharded, placed, ops)
     validate(model, ops, placed, fully_sharded, values, plan.mesh, of_stage=plan.of_stage)
     return Lowered(
         tuple(ops),
@@ -79,6 +84,8 @@ def lower(plan: PlanEntries, model: nn.Module, *, strict: bool = False) -> Lower
         MappingProxyType(fully_sharded),
         MappingProxyType(values),
         _resolve_eager(plan, model),
+        MappingProxyType(recomputed),
+        MappingProxyType(compiled),
     )
 
 

@@ -177,8 +177,9 @@ def _on_local_tensors(
     if not (mask is None or isinstance(mask, DTensor)) or query.ndim != 4:
         return False
     placements = query.placements
+    sizes = [query.device_mesh.size(axis) for axis in range(len(placements))]
     shards_of_heads = math.prod(
-        query.device_mesh.size(axis) for axis, p in enumerate(placements) if p == Shard(_HEADS)
+        [size for size, p in zip(sizes, placements, strict=True) if p == Shard(_HEADS)]
     )
     return (
         placements == key.placements == value.placements
@@ -199,7 +200,7 @@ def _torch_cannot(
 ) -> bool:
     if dropout_p > 0.0:  # elsewhere ranks would draw masks of their own
         return draws_attention_masks(query)
-    if mask is not None:
+    if mask is not None or torch.compiler.is_compiling():  # a graph has no choice of backends
         return True
     local = [x._local_tensor for x in (query, key, value)]  # type: ignore[attr-defined]
     choice: int = torch._fused_sdp_choice(*local, is_causal=is_causal, **options)  # type: ignore[misc]

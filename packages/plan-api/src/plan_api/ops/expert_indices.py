@@ -21,7 +21,7 @@ from plan_api.lowering.ir import ExpertIndices
 from plan_api.ops.expert_dispatch import TokenDispatcher
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
-from plan_api.runtime.hooks import get_argument, replace_argument
+from plan_api.runtime.hooks import get_argument, register_always_called, replace_argument
 
 __all__ = ["install_expert_indices", "renumber"]
 
@@ -90,7 +90,7 @@ def _before(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
 
 
 def _after(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
-    return module.register_forward_hook(hook, prepend=True, always_call=True)
+    return register_always_called(module, hook, prepend=True)
 
 
 class _SwappedAttributes:

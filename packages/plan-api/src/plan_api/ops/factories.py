@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from plan_api.runtime.hooks import register_always_called
 from plan_api.spec.axes import axis_names
 
 __all__ = ["CreateTensor", "install_creation", "install_factory"]
@@ -95,7 +96,7 @@ def install_creation(module: nn.Module, create: CreateTensor) -> list[RemovableH
 
     return [
         module.register_forward_pre_hook(enter),
-        module.register_forward_hook(leave, prepend=True, always_call=True),
+        register_always_called(module, leave, prepend=True),
     ]
 
 

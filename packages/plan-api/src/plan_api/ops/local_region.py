@@ -27,7 +27,7 @@ from plan_api.ops.expert_indices import install_expert_indices
 from plan_api.ops.factories import install_factory
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
-from plan_api.runtime.hooks import get_argument, replace_argument
+from plan_api.runtime.hooks import get_argument, register_always_called, replace_argument
 from plan_api.spec.axes import axis_names
 
 __all__ = ["install_regions"]
@@ -83,7 +83,7 @@ def _install_local(
     return [
         module.register_forward_pre_hook(at.wrap(region.enter), with_kwargs=True),
         # It runs before the hooks that redistribute outputs.
-        module.register_forward_hook(at.wrap(region.leave), prepend=True, always_call=True),
+        register_always_called(module, at.wrap(region.leave), prepend=True),
     ]
 
 

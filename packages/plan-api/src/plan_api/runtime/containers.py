@@ -40,7 +40,7 @@ def map_tensors(value: Any, transform: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def replace_part(
-    value: Any, index: int | str, transform: Callable[[torch.Tensor], torch.Tensor], what: str
+    value: Any, index: int | str, transform: Callable[[torch.Tensor], torch.Tensor], what: object
 ) -> Any:
     """Applies a function to one part of what a module returned.
 
@@ -48,7 +48,7 @@ def replace_part(
         value: a tensor or None, which have the part 0, or a tuple, list, dict or dataclass.
         index: the part's number, or its key or field.
         transform: returns a tensor for a tensor.
-        what: begins messages.
+        what: begins messages, as text, which is read for these only.
 
     Raises:
         ValueError: there is no such part.
@@ -69,7 +69,7 @@ def replace_part(
 
 
 def _replace_named(
-    value: Any, index: int | str, transform: Callable[[torch.Tensor], torch.Tensor], what: str
+    value: Any, index: int | str, transform: Callable[[torch.Tensor], torch.Tensor], what: object
 ) -> Any:
     # Transformers' outputs are dataclasses and mappings, which leave out fields that are None.
     fields = _fields(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -12,13 +13,41 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.ir import HookPoint, Site
-from plan_api.lowering.model_names import argument_slot, positional_names
+from plan_api.lowering.model_names import argument_slot, is_inside, positional_names
 from plan_api.runtime.containers import map_tensors, replace_part
 from plan_api.runtime.error_context import append_site
 
 __all__ = [
-    "SiteCoverage", "TensorTransform", "get_argument", "install_site_hook", "replace_argument",
+    "SiteCoverage", "TensorTransform", "get_argument", "install_site_hook",
+    "register_always_called", "replace_argument",
 ]  # fmt: skip
+
+
+def register_always_called(
+    module: nn.Module, hook: Callable[..., Any], *, prepend: bool = False
+) -> RemovableHandle:
+    """Registers a forward hook that is called if forward raises, too.
+
+    Its id is the same in all modules that have as many: graphs of torch.compile are guarded by the
+    ids of such hooks, and layers that are alike would be compiled one by one.
+
+    Args:
+        module: any.
+        hook: as `nn.Module.register_forward_hook` takes it.
+        prepend: whether it runs before the hooks that are there.
+    """
+    handle = module.register_forward_hook(hook, prepend=prepend, always_call=True)
+    # torch counts ids from 0 on.
+    fixed = next(one for one in itertools.count(-1, -1) if one not in module._forward_hooks)
+    registries: tuple[dict[int, Any], ...] = (
+        module._forward_hooks, module._forward_hooks_always_called,
+    )  # fmt: skip
+    for hooks in registries:
+        hooks[fixed] = hooks.pop(handle.id)
+    if prepend:
+        module._forward_hooks.move_to_end(fixed, last=False)  # type: ignore[attr-defined]
+    handle.id = fixed
+    return handle
 
 
 class SiteCoverage:
@@ -30,6 +59,15 @@ class SiteCoverage:
     def record(self, site: Site) -> None:
         """Records that a site has run."""
         self._unused.pop((site.path, site.hook_point), None)
+
+    def record_inside(self, path: str) -> None:
+        """Records that all sites of a module, and of modules inside it, have run.
+
+        For compiled modules, whose hooks run only where a graph is traced, which several share.
+        """
+        for site in self.unused_sites:
+            if is_inside(site.path, path):
+                self.record(site)
 
     def first_run(self, site: Site) -> Callable[[], None]:
         """Returns what a site's hook calls to record it.
@@ -113,7 +151,8 @@ def _pre_hook(
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal seen
-        if torch.compiler.is_compiling():
+        tracing = torch.compiler.is_compiling()
+        if tracing:
             record()
         elif not seen:
             seen = True
@@ -126,7 +165,7 @@ def _pre_hook(
                 old = kwargs[name]
             else:
                 continue
-            if type(old) is DTensor and old._spec is transform.settled:
+            if not tracing and type(old) is DTensor and old._spec is transform.settled:
                 continue
             try:
                 new = map_tensors(old, transform)
@@ -152,17 +191,19 @@ def _post_hook(
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         nonlocal seen
-        if torch.compiler.is_compiling():
+        tracing = torch.compiler.is_compiling()
+        if tracing:
             record()
         elif not seen:
             seen = True
             record()
         changed = output
         for index, transform in transforms:
-            if type(changed) is DTensor and changed._spec is transform.settled and index == 0:
+            is_first = index == 0 and not tracing
+            if type(changed) is DTensor and is_first and changed._spec is transform.settled:
                 continue
             try:
-                changed = replace_part(changed, index, transform, site.name)
+                changed = replace_part(changed, index, transform, site)
             except Exception as error:
                 append_site(error, site, (index,), changed)
                 raise

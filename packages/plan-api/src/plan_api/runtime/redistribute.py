@@ -50,6 +50,8 @@ class Redistribution:
         Raises:
             ValueError: it is on another mesh, or has other placements than the step's ``src``.
         """
+        if torch.compiler.is_compiling():
+            return self._traced(tensor)
         if not isinstance(tensor, DTensor):
             with moving(self._step, self._plain_placements, self._plain_placements):
                 tensor = DTensor.from_local(
@@ -58,7 +60,7 @@ class Redistribution:
         spec = tensor._spec
         target = self._targets.get(spec.placements)
         if target is None or spec.mesh is not self._mesh:
-            target = self._target(tensor)
+            target = self._targets.setdefault(spec.placements, self._target(tensor))
         unchanged = target is spec.placements or target == spec.placements
         if not self._has_grad_dst and unchanged:
             self.settled = spec
@@ -68,6 +70,19 @@ class Redistribution:
                 grad_dst = self._grad_dst(spec.placements)
                 return _RedistributeWithGradient.apply(tensor, target, grad_dst, self._in_backward)  # type: ignore[no-any-return, no-untyped-call]
             return tensor.redistribute(placements=target)
+
+    def _traced(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Does so in a graph of torch.compile, which cannot read specs."""
+        if not isinstance(tensor, DTensor):
+            tensor = DTensor.from_local(tensor, self._mesh, self._plain_placements, run_check=False)
+        placements = tensor.placements
+        target = self._target(tensor)
+        if not self._has_grad_dst and target == placements:
+            return tensor
+        if self._has_grad_dst or any(map(_is_masked, placements)):
+            grad_dst = self._grad_dst(placements)
+            return _RedistributeWithGradient.apply(tensor, target, grad_dst, self._in_backward)  # type: ignore[no-any-return, no-untyped-call]
+        return tensor.redistribute(placements=target)
 
     def _waits_for_(self) -> str:
         """Describes what is waited for, for `fused_comm.diagnosis`."""
@@ -89,7 +104,7 @@ class Redistribution:
                     f"{format_placement(expected)}"
                 )
             target[axis] = move.dst
-        return self._targets.setdefault(tensor.placements, tuple(target))
+        return tuple(target)
 
     def _grad_dst(self, placements: tuple[Placement, ...]) -> tuple[Placement | None, ...]:
         """Returns the gradient's placements afterwards; None for those of `_gradient_of_sum`."""

@@ -24,6 +24,7 @@ from plan_api.lowering.ir import OpKind, Schedule, SiteStep
 from plan_api.runtime.attribution import moving
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
+from plan_api.runtime.hooks import register_always_called
 
 __all__ = ["UnshardedParam", "install_unsharded_params"]
 
@@ -183,7 +184,7 @@ def install_unsharded_params(
 
     return [
         module.register_forward_pre_hook(before, prepend=True),
-        module.register_forward_hook(after, always_call=True),
+        register_always_called(module, after),
     ]
 
 

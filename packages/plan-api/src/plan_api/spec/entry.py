@@ -28,6 +28,8 @@ class EntryKind(enum.Enum):
     EAGER = "eager"
     CONTEXT = "context"
     SEQUENCE = "sequence"
+    RECOMPUTE = "recompute"
+    COMPILE = "compile"
 
     @property
     def names_modules(self) -> bool:
@@ -37,6 +39,7 @@ class EntryKind(enum.Enum):
 
 _OF_MODULES = (
     EntryKind.FACTORY, EntryKind.LOCAL, EntryKind.FULLY_SHARD, EntryKind.EAGER, EntryKind.CONTEXT,
+    EntryKind.RECOMPUTE, EntryKind.COMPILE,
 )  # fmt: skip
 
 
@@ -100,8 +103,8 @@ class Entry:
 
     def __str__(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.options)
-        if self.kind is EntryKind.EAGER:
-            return f"{self.kind.value}({self.path.text!r})"
+        if self.kind in (EntryKind.EAGER, EntryKind.RECOMPUTE, EntryKind.COMPILE):
+            return f"{self.kind.value}({self.path.text!r}{options})"
         if self.kind is EntryKind.FULLY_SHARD:
             return f"{self.kind.value}({self.path.text!r}, {', '.join(self.axes)}{options})"
         placed = ", ".join(map(self._placement_text, range(len(self.axes))))

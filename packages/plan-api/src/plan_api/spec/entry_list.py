@@ -17,7 +17,9 @@ from plan_api.spec.source_location import call_location
 
 __all__ = ["EntryList"]
 
-_WITHOUT_PLACEMENTS = (EntryKind.EAGER, EntryKind.FULLY_SHARD)
+_WITHOUT_PLACEMENTS = (
+    EntryKind.EAGER, EntryKind.FULLY_SHARD, EntryKind.RECOMPUTE, EntryKind.COMPILE,
+)  # fmt: skip
 
 
 class EntryList:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from plan_api.spec.arguments import Axes
 from plan_api.spec.entry import EntryKind
 from plan_api.spec.entry_list import EntryList
+from plan_api.spec.module_policies import RecomputePolicy, check_backend, check_recompute
 from plan_api.spec.param_values import ParamValues, ValueOption
 from plan_api.spec.policies import PolicyValue
 
@@ -100,6 +101,50 @@ class PolicyEntries(EntryList):
             ValueError: the path names a tensor.
         """
         return self._add(EntryKind.EAGER, path, (), None)
+
+    def recompute(self, path: str, policy: RecomputePolicy = "full") -> Self:
+        r"""Recomputes activations of modules in backward, instead of storing them.
+
+        torch.utils.checkpoint runs the ``forward`` of these modules, without reentrant autograd, in
+        both modes. Hooks of these modules run once, before and after it: what the plan
+        redistributes at their inputs and outputs is not sent again, what it redistributes inside of
+        them is. Losses and gradients keep their bits, dropout included.
+
+        Args:
+            path: of modules; one of every two layers is ``r"layers\.\d*[02468]"``.
+            policy: ``"full"`` stores the inputs of a module only. ``"selective-op"`` also stores
+                the results of matrix products and of fused attention, which have the most FLOPs per
+                byte, and recomputes all other operators.
+
+        Raises:
+            ValueError: the path names a tensor, or there is no such policy. `parallelize` refuses
+                modules inside of others that are recomputed, two policies of one module, and
+                ``"selective-op"`` for parameters that are gathered again in backward.
+        """
+        check_recompute(f"recompute({path!r})", policy)
+        return self._add(EntryKind.RECOMPUTE, path, (), None, options={"policy": policy})
+
+    def compile(self, path: str, backend: str = "inductor") -> Self:
+        """Compiles the ``forward`` of modules by torch.compile, each as one graph.
+
+        It is done after everything else is installed, recomputation included, which is part of the
+        graph. Hooks of these modules, such as those of `fully_shard`, run outside of the graph;
+        those of modules inside of them are in it. A graph break is an error of the first step,
+        which names the entry. `Installed.check`, and with it the first step of static mode,
+        compares the modes without compiled code.
+
+        Args:
+            path: of modules, such as the layers, which share graphs.
+            backend: the name of a backend of torch.compile: ``"inductor"``, or ``"aot_eager"``,
+                which has the bits of eager torch.
+
+        Raises:
+            ValueError: the path names a tensor, or torch has no such backend. `parallelize` refuses
+                modules inside of others that are compiled, two backends of one module, and modules
+                whose code or hooks cannot be in one graph.
+        """
+        check_backend(f"compile({path!r})", backend)
+        return self._add(EntryKind.COMPILE, path, (), None, options={"backend": backend})
 
 
 def _checked_reshard(what: str, reshard: object) -> bool | int | None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.spec.axes import resolve_axes
 from plan_api.spec.entry import Entry, EntryKind, Phase
+from plan_api.spec.module_policies import CHECKS
 from plan_api.spec.param_values import ParamValues
 from plan_api.spec.path import parse_path
 from plan_api.spec.placements import format_placement
@@ -44,6 +45,8 @@ _OPTIONS = {
     ),
     EntryKind.CONTEXT: ("method", "order", "heads"),
     EntryKind.SEQUENCE: ("order", "shift", "positions"),
+    EntryKind.RECOMPUTE: ("policy",),
+    EntryKind.COMPILE: ("backend",),
 }
 _SHORT = re.compile(r"(?P<kind>[RSP])(?:\((?P<argument>\w+)\))?")
 
@@ -111,17 +114,13 @@ def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool, b
         kind = EntryKind(
             _among(row["verb"], [kind.value for kind in EntryKind], f"entry {number}: verb")
         )
-        _check_names(f"{what}: options", row.get("options", {}), _OPTIONS.get(kind, ()), set())
         path = parse_path(row["path"], kind.names_modules)
         if "pattern" in row:
             path = type(path)(path.text, row["pattern"], path.kind, path.index)
         axes = resolve_axes(row["axes"], mesh, what)
         phase = Phase(_among(row["phase"], [phase.value for phase in Phase], f"{what}: phase"))
         line = row.get("line", "")
-        options = tuple(
-            (name, _option_from_json(what, name, value))
-            for name, value in row.get("options", {}).items()
-        )
+        options = _options_from_json(kind, what, row.get("options", {}))
         entries.append(
             Entry(kind, path, axes, dst, **lists, phase=phase, line=line, options=options)
         )
@@ -134,6 +133,18 @@ def _option_from_json(what: str, name: str, value: Any) -> Any:
     if name in VALUES and value is not None:
         return ParamValues.from_json(what, name, value)
     return value
+
+
+def _options_from_json(
+    kind: EntryKind, what: str, given: Mapping[str, Any]
+) -> tuple[tuple[str, Any], ...]:
+    known = _OPTIONS.get(kind, ())
+    required = set(known) if kind in (EntryKind.RECOMPUTE, EntryKind.COMPILE) else set()
+    _check_names(f"{what}: options", given, known, required)
+    for name, value in given.items():
+        if name in CHECKS:
+            CHECKS[name](what, value)
+    return tuple((name, _option_from_json(what, name, value)) for name, value in given.items())
 
 
 def _check_names(

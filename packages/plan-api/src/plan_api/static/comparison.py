@@ -116,8 +116,8 @@ def compare_modes(
 
     Backward starts at the first scalar output, as the loss, or at all outputs if none is a scalar.
     Random number generators, buffers and ``.grad`` are left unchanged. FakeTensors are compared by
-    shape and dtype. Collectives are compared by kind, number and bytes along each axis; those of a
-    model with compiled modules are not, as compiled code does not run while they are recorded.
+    shape and dtype. Collectives are compared by kind, number and bytes along each axis. Compiled
+    modules run without their compiled code, in which nothing could be recorded.
 
     Args:
         eager: a shadow model, parallelized in Eager.
@@ -134,14 +134,14 @@ def compare_modes(
     """
     params = {name: param for name, param in eager.named_parameters() if param.requires_grad}
     # Static mode first: it rejects more, and then nothing has been sent yet.
-    records = not any(map(_is_compiled, static.modules()))
-    with preserved_state(static), torch.enable_grad():
+    uncompiled = torch.compiler.set_stance("force_eager")
+    with uncompiled, preserved_state(static), torch.enable_grad():
         of_static = [local_params[name][0] for name in params]
-        actual = _run(static, of_static, args, kwargs, mesh if records else None)
+        actual = _run(static, of_static, args, kwargs, mesh)
     # Tensors that the model creates itself are replicated, and may meet sharded DTensors, as a mask
     # does that it indexes.
     with preserved_state(eager), torch.enable_grad(), implicit_replication():
-        expected = _run(eager, list(params.values()), args, kwargs, mesh if records else None)
+        expected = _run(eager, list(params.values()), args, kwargs, mesh)
     differences = [
         *_compare_calls(
             expected.trace.outputs, actual.trace.outputs, "what is returned by",
@@ -208,22 +208,16 @@ def loss_gradients(result: Any, params: list[torch.Tensor]) -> tuple[torch.Tenso
     )
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return isinstance(module, torch._dynamo.OptimizedModule) or bool(module._compiled_call_impl)
-
-
 def _run(
     model: nn.Module,
     params: Sequence[torch.Tensor],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh,
 ) -> _Run:
-    """Runs a model forward and backward; records its collectives if there is a mesh."""
+    """Runs a model forward and backward; records its collectives."""
     trace = _RunTrace()
-    with ExitStack() as stack:
-        if mesh is not None:
-            trace.collectives = stack.enter_context(recorded_collectives(model, mesh))
+    with recorded_collectives(model, mesh) as trace.collectives:
         result = _run_forward(model, args, kwargs, trace)
         return _Run(result, loss_gradients(result, [*params]), trace)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 import torch
 
+from plan_api.lowering.model_names import is_inside
 from plan_api.static.comparison import StaticError
 
 __all__ = ["CallCoverage"]
@@ -32,14 +35,22 @@ class CallCoverage:
         """Records that the sites of this call computed what Eager does."""
         self._validated.append(frozenset(self._current))
 
-    def check(self) -> None:
+    def check(self, compiled_modules: Callable[[], Collection[str]]) -> None:
         """Checks that a call with these sites has been validated.
+
+        Args:
+            compiled_modules: returns the paths of modules whose sites compiled code passes.
 
         Raises:
             StaticError: calls have been validated, and none of them passed these sites; names the
                 sites that differ.
         """
         if not self._validated or self._current in self._validated:
+            return
+        compiled = compiled_modules()
+        current = _outside(compiled, self._current)
+        if any(current == _outside(compiled, sites) for sites in self._validated):
+            self._validated.append(frozenset(self._current))
             return
         first = self._validated[0]
         changed = [
@@ -49,7 +60,7 @@ class CallCoverage:
             )
             if sites
         ]  # fmt: skip
-        site = min(first ^ self._current).partition(":")[0].rpartition(".")[0]
+        site = _module(min(first ^ self._current))
         raise StaticError(
             f"this call of the model passed other sites of the plan than the first one: "
             f"{'; '.join(changed)}. Its control flow has changed, and the plan may not fit it any "
@@ -57,3 +68,12 @@ class CallCoverage:
             f"Eager and allows it from then on; guard_steps=0 disables the check",
             site,
         )
+
+
+def _outside(modules: Collection[str], sites: Collection[str]) -> set[str]:
+    """Returns the tensors of sites that are in none of these modules."""
+    return {one for one in sites if not any(is_inside(_module(one), path) for path in modules)}
+
+
+def _module(tensor: str) -> str:
+    return tensor.partition(":")[0].rpartition(".")[0]

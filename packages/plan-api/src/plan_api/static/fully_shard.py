@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.ir import Lowered, gradient_placements
 from plan_api.runtime.containers import map_tensors
-from plan_api.runtime.fully_shard import apply_fully_shard
 from plan_api.runtime.local_shards import spec_with_dtype
+from plan_api.runtime.policies.fully_shard import apply_fully_shard
 from plan_api.spec.axes import axis_names
 from plan_api.spec.fully_shard_package import find_fully_shard
 

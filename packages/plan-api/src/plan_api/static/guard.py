@@ -23,7 +23,7 @@ from plan_api.static.coverage import CallCoverage
 from plan_api.static.fully_shard import FullyShardedParams
 from plan_api.static.gradients import LocalParamGradients
 from plan_api.static.local_params import LocalParam
-from plan_api.static.shadow_model import is_fake, shadow_of
+from plan_api.static.shadow_model import is_compiled, is_fake, shadow_of
 
 __all__ = ["Guard"]
 
@@ -165,7 +165,12 @@ class Guard:
 
     def _after_call(self, *_: Any) -> None:
         if torch.is_grad_enabled() and not self._checking:
-            self._call_coverage.check()
+            self._call_coverage.check(self._compiled_modules)
+
+    def _compiled_modules(self) -> list[str]:
+        model = self._model()
+        assert model is not None
+        return [name for name, module in model.named_modules() if is_compiled(module)]
 
     def _as_dtensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):

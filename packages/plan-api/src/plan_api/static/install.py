@@ -21,7 +21,7 @@ from plan_api.options import ParallelizeOptions
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.gradients import GradientReduction
-from plan_api.runtime.hooks import SiteCoverage, install_site_hook
+from plan_api.runtime.hooks import SiteCoverage, install_site_hook, register_always_called
 from plan_api.runtime.local_shards import ShardSizes
 from plan_api.static.coverage import CallCoverage
 from plan_api.static.eager_fallback import install_eager_fallback
@@ -199,7 +199,7 @@ def _redistribute_params(
 
     return [
         module.register_forward_pre_hook(before),
-        module.register_forward_hook(after, always_call=True),
+        register_always_called(module, after),
     ]
 
 

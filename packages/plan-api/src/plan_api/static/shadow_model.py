@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from plan_api.runtime.containers import map_tensors
 
-__all__ = ["FakeTensorFactory", "class_before_fully_shard", "is_fake", "shadow_of"]
+__all__ = ["FakeTensorFactory", "class_before_fully_shard", "is_compiled", "is_fake", "shadow_of"]
 
 _HOOKS = (
     "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
@@ -74,11 +74,31 @@ def shadow_of(
         attributes.update((name, OrderedDict()) for name in _HOOKS if name in attributes)
         attributes["_compiled_call_impl"] = None
         for name, value in [*attributes.items()]:
-            if isinstance(value, types.MethodType) and value.__self__ is module:
-                attributes[name] = types.MethodType(value.__func__, new)
+            method = _uncompiled(value)
+            if isinstance(method, types.MethodType) and method.__self__ is module:
+                attributes[name] = types.MethodType(_uncompiled(method.__func__), new)
         return new
 
     return shadow(model)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `Plan.compile` or torch.compile has compiled a module or its forward."""
+    own = vars(module).get("forward")
+    function = own.__func__ if isinstance(own, types.MethodType) else own
+    return (
+        isinstance(module, torch._dynamo.OptimizedModule)
+        or module._compiled_call_impl is not None
+        or _uncompiled(function) is not function
+    )
+
+
+def _uncompiled(function: Any) -> Any:
+    """Returns what `Plan.compile` or torch.compile has compiled; other values unchanged."""
+    if not isinstance(function, types.FunctionType):
+        return function
+    of_torch = getattr(function, "_torchdynamo_orig_callable", function)
+    return getattr(of_torch, "uncompiled", of_torch)
 
 
 def class_before_fully_shard(module: nn.Module) -> type[nn.Module] | None:

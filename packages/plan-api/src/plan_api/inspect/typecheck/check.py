@@ -23,7 +23,7 @@ from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.failed_call import unfinished_calls
 from plan_api.spec.axes import axis_names
 from plan_api.static.comparison import StaticError, preserved_state
-from plan_api.static.generation.entries import split_fully_shard
+from plan_api.static.generation.entries import split_policies
 from plan_api.static.generation.example_step import ExampleStep
 from plan_api.static.local_params import LocalParam
 from plan_api.static.validate import context_parallel_sites
@@ -83,8 +83,8 @@ def typecheck(
             f"DTensors, which have placements instead of types; check a plan without eager()"
         )
     types = PlanTypes(spmd, plan.mesh)
-    without_fsdp, _ = split_fully_shard(plan)
-    typed = step.parallelized(without_fsdp, "static", types)
+    placed, _ = split_policies(plan)
+    typed = step.parallelized(placed, "static", types)
     _type_state(typed, types)
     args, kwargs = (
         map_tensors(one, lambda tensor: types.assign(tensor.view_as(tensor), {}))

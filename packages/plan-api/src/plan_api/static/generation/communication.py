@@ -15,7 +15,7 @@ from plan_api.lowering.lower import lower
 from plan_api.lowering.model_names import is_inside
 from plan_api.plan import Plan
 from plan_api.spec.entry import Entry, EntryKind
-from plan_api.static.generation.entries import GeneratedEntry, add_entries, split_fully_shard
+from plan_api.static.generation.entries import GeneratedEntry, add_entries, split_policies
 from plan_api.static.generation.example_step import ExampleStep
 from plan_api.static.generation.shared_redistributions import (
     ADDED_FOR,
@@ -58,8 +58,8 @@ def plan_communication(
     `generate_static` does the same by itself, so that both modes have the same collectives.
 
     Args:
-        plan: for Eager; it is not changed. Its entries of `Plan.fully_shard` stay in it, and do not
-            apply to the steps.
+        plan: for Eager; it is not changed. Its entries of `Plan.fully_shard`, `Plan.recompute` and
+            `Plan.compile` stay in it, and do not apply to the steps.
         model: unmodified; it is not changed.
         example_inputs: of one step, as a tuple of arguments or a dict of keyword arguments; the
             same on all ranks of the mesh.
@@ -76,9 +76,9 @@ def plan_communication(
         ValueError: the plan does not fit the model, or the model does not take these inputs.
     """
     step = ExampleStep.checked("plan_communication", plan, model, example_inputs, fake, use)
-    without_fsdp, fully_sharded = split_fully_shard(plan)
-    planned = planned_communication(without_fsdp, step)
-    return plan if planned is without_fsdp else planned | fully_sharded
+    placed, policies = split_policies(plan)
+    planned = planned_communication(placed, step)
+    return plan if planned is placed else planned | policies
 
 
 def planned_communication(plan: Plan, step: ExampleStep) -> Plan:

@@ -21,8 +21,10 @@ from plan_api.static.generation.trace import EagerTrace, FunctionCall, Placement
 
 __all__ = [
     "GeneratedEntry", "add_entries", "generate_entries", "generate_size_entries",
-    "input_gradient_entries", "plan_with_entries", "redistribute_entry", "split_fully_shard",
+    "input_gradient_entries", "plan_with_entries", "redistribute_entry", "split_policies",
 ]  # fmt: skip
+
+_POLICIES = (EntryKind.FULLY_SHARD, EntryKind.RECOMPUTE, EntryKind.COMPILE)
 
 
 @dataclass(frozen=True)
@@ -266,16 +268,15 @@ def add_entries(plan: Plan, entries: Iterable[GeneratedEntry], model: nn.Module)
                 _add(plan, one, re.escape(one.path))
 
 
-def split_fully_shard(plan: Plan) -> tuple[Plan, Plan]:
-    """Returns the entries of a plan without those of fully_shard, and these."""
-    others, fully_sharded = plan | Plan(plan.mesh), Plan(plan.mesh)
-    for part, is_fully_shard in ((others, False), (fully_sharded, True)):
-        part._entries = [
-            entry
-            for entry in plan.entries
-            if (entry.kind is EntryKind.FULLY_SHARD) is is_fully_shard
-        ]
-    return others, fully_sharded
+def split_policies(plan: Plan) -> tuple[Plan, Plan]:
+    """Returns the entries of a plan that apply to traced steps, and the others.
+
+    These say how modules run, by fully_shard, recomputed or compiled, and place no tensor.
+    """
+    others, policies = plan | Plan(plan.mesh), Plan(plan.mesh)
+    for part, is_policy in ((others, False), (policies, True)):
+        part._entries = [entry for entry in plan.entries if (entry.kind in _POLICIES) is is_policy]
+    return others, policies
 
 
 def _is_retained(entry: Entry) -> bool:

@@ -22,7 +22,7 @@ from plan_api.static.generation.entries import (
     generate_entries,
     generate_size_entries,
     plan_with_entries,
-    split_fully_shard,
+    split_policies,
 )
 from plan_api.static.generation.example_step import ExampleStep
 from plan_api.static.generation.suggestions import suggest_entries
@@ -103,7 +103,7 @@ def generate_static(
     if problems:
         lines = "\n".join(problems)
         raise ValueError(f"generate_static: static mode does not support this plan:\n{lines}")
-    plan, fully_sharded = split_fully_shard(plan)
+    plan, policies = split_policies(plan)
     if communication == "planned":
         plan = planned_communication(plan, step)
     fallbacks: dict[str, str] = {}  # patterns of modules that run on DTensors, and the reason
@@ -138,7 +138,7 @@ def generate_static(
                 "generate_static: %s runs on DTensors: on local tensors %s\n%s",
                 pattern, reason, suggest(pattern),
             )  # fmt: skip
-        return generated | fully_sharded
+        return generated | policies
 
 
 def _with_fallbacks(plan: Plan, patterns: Iterable[str]) -> Plan:

@@ -22,6 +22,7 @@ from plan_api.ops.function_calls import (
 )
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
+from plan_api.runtime.hooks import register_always_called
 from plan_api.runtime.local_shards import ShardSizes, TensorSizes
 from plan_api.spec.axes import axis_names
 from plan_api.static.operators.dropout import attention, dropout
@@ -79,7 +80,7 @@ def install_operators(
     span = FunctionInterception(table)
     handles = [
         module.register_forward_pre_hook(span.begin),
-        module.register_forward_hook(span.leave, prepend=True, always_call=True),
+        register_always_called(module, span.leave, prepend=True),
     ]
     names = {str(step.index).partition(":")[0] for step in site.steps}
     for child in module.children():
@@ -88,7 +89,7 @@ def install_operators(
         if has_hooks or _may_call(child, names):
             handles += [
                 child.register_forward_pre_hook(span.leave, prepend=True),
-                child.register_forward_hook(span.enter, always_call=True),
+                register_always_called(child, span.enter),
             ]
     return handles
 

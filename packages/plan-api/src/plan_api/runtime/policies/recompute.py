@@ -1,0 +1,77 @@
+"""Recomputes the activations of modules in backward, by torch.utils.checkpoint."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from plan_api.lowering.ir import ModulePolicy
+from plan_api.runtime.policies.replaced_forward import ReplacedForward, forward_of
+
+__all__ = ["SAVED_OPERATORS", "install_recompute"]
+
+_aten = torch.ops.aten
+# Operators with the most FLOPs per byte of output: matrix products and fused attention, as in
+# torchtitan/distributed/activation_checkpoint.py.
+SAVED_OPERATORS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+def install_recompute(
+    model: nn.Module, recomputed: Mapping[str, ModulePolicy]
+) -> Iterator[ReplacedForward]:
+    """Makes modules recompute activations in backward; hooks of these modules run once.
+
+    Args:
+        model: any.
+        recomputed: policies, by module path.
+    """
+    replaced: dict[tuple[Callable[..., Any], str], Callable[..., Any]] = {}
+    for path, policy in recomputed.items():
+        module = model.get_submodule(path)
+        key = forward_of(module), policy.value
+        # One function for all modules of a class, so that torch.compile compiles it once.
+        if key not in replaced:
+            replaced[key] = _recomputed(*key)
+        yield ReplacedForward(module, replaced[key])
+
+
+def _recomputed(forward: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    # Under torch.compile, passing no context differs from passing torch's empty one.
+    options: dict[str, Any] = {} if policy == "full" else {"context_fn": _selective_contexts}
+
+    @functools.wraps(forward)  # plans look up the names of arguments
+    def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, module, *args, use_reentrant=False, **options, **kwargs)
+
+    return recomputed
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    del context, args, kwargs
+    if operator in SAVED_OPERATORS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
