@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plan_api import Phase, Plan, installed, parallelize, zoo
+from plan_api import Phase, Plan, installed, parallelize, uninstall, zoo
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
 
 LAYER = r"model\.layers\.\d+"
@@ -112,6 +112,15 @@ def test_recomputed_layers_have_the_same_bits(case, mode):
         assert found == dict.fromkeys(policies, (losses, params, again))
 
 
+@pytest.fixture
+def mesh():
+    """A mesh of one rank, in this process."""
+    with fake_mesh((1,), ("dp",)) as mesh:
+        yield mesh
+    uninstall()
+    torch._dynamo.reset()
+
+
 class Calls(TorchDispatchMode):
     """Counts operators that run; what is taken from memory instead does not."""
 
@@ -124,16 +133,15 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_matrix_products_and_attention_are_not_computed_again():
+def test_matrix_products_and_attention_are_not_computed_again(mesh):
     calls = {}
-    with fake_mesh((1,), ("dp",)) as mesh:
-        for policy in ("full", "selective-op"):
-            model = models.llama(num_hidden_layers=1, attn_implementation="sdpa")
-            plan = zoo.llama(mesh, tp=None, dp="dp").recompute(LAYER, policy)
-            model = parallelize(model, plan, mode="static", guard_steps=0, use=())
-            loss = models.token_loss(model)
-            with Calls() as calls[policy]:
-                loss.backward()
+    for policy in ("full", "selective-op"):
+        model = models.llama(num_hidden_layers=1, attn_implementation="sdpa")
+        plan = zoo.llama(mesh, tp=None, dp="dp").recompute(LAYER, policy)
+        model = parallelize(model, plan, mode="static", guard_steps=0, use=())
+        loss = models.token_loss(model)
+        with Calls() as calls[policy]:
+            loss.backward()
     full, selective = calls["full"].counts, calls["selective-op"].counts
     # Six of a layer's seven: torch stops before what leads to no saved tensor.
     assert full[torch.ops.aten.mm.default] == selective[torch.ops.aten.mm.default] + 6
@@ -195,26 +203,22 @@ class Breaking(nn.Module):
         return x
 
 
-def test_a_graph_break_is_an_error_that_names_the_entry():
-    with fake_mesh((1,), ("dp",)) as mesh:
-        model = nn.Sequential(Breaking())
-        parallelize(model, Plan(mesh).compile("0", "eager"), use=())
-        with pytest.raises(torch._dynamo.exc.Unsupported) as error:
-            model(torch.ones(2))
+def test_a_graph_break_is_an_error_that_names_the_entry(mesh):
+    model = nn.Sequential(Breaking())
+    parallelize(model, Plan(mesh).compile("0", "eager"), use=())
+    with pytest.raises(torch._dynamo.exc.Unsupported) as error:
+        model(torch.ones(2))
     notes = "".join(error.value.__notes__)
     assert "in 0, for test_policies.py:" in notes
     assert "compile('0', backend='eager'): expected one graph" in notes
-    torch._dynamo.reset()
 
 
-def test_removing_restores_forward():
-    with fake_mesh((1,), ("dp",)) as mesh:
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        own = model[1].forward = lambda x: 2 * x
-        plan = Plan(mesh).recompute("[01]").compile("[01]", "eager")
-        parallelize(model, plan, mode="static", guard_steps=0, use=())
-        assert torch.equal(model[1].forward(torch.ones(2)), torch.full((2,), 2.0))
-        installed(model).remove()
+def test_removing_restores_forward(mesh):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    own = model[1].forward = lambda x: 2 * x
+    plan = Plan(mesh).recompute("[01]").compile("[01]", "eager")
+    parallelize(model, plan, mode="static", guard_steps=0, use=())
+    assert torch.equal(model[1].forward(torch.ones(2)), torch.full((2,), 2.0))
+    installed(model).remove()
     assert "forward" not in vars(model[0])
     assert model[1].forward(3) == own(3)
-    torch._dynamo.reset()

@@ -144,7 +144,6 @@ def _of_phases(path: str, schedules: Mapping[str, Schedule]) -> Iterator[str]:
 # By what is done in a module: why it cannot be in a graph.
 _NO_GRAPH = {
     OpKind.CONTEXT: "sends keys and values",
-    OpKind.INDEX: "runs code that depends on values",
     OpKind.DISPATCH: "sends numbers of tokens that depend on values",
 }
 
