@@ -11,7 +11,7 @@ from integration.train.model.compiled import compile_layers
 COMPILING = [
     name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow)
     for name in SYSTEM_NAMES
-    if get_system(name).supports_compile
+    if get_system(name).supports_compile and name != "plan"  # see below
 ]
 
 
@@ -24,6 +24,41 @@ def test_losses_are_those_of_eager_layers(system, train_runs, tmp_path):
     expected, *losses = train_runs(ranks, runs, out=tmp_path, steps=2)
     for compiled in losses:
         assert compiled == pytest.approx(expected, abs=1e-6)
+
+
+PLANS = {
+    "TP x SP": {"tp": 2, "sp": True},
+    "FSDP": {"dp_shard": 2},
+    "FSDP x TP": {"dp_shard": 2, "tp": 2},
+    "pipeline of FSDP": {"dp_shard": 2, "pp_degree": 2, "micro_batch": 4},
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("backend", "within"),
+    [("aot_eager", 1e-6), pytest.param("inductor", 1e-5, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize(
+    ("name", "static"),
+    [
+        pytest.param(name, static, marks=() if name == "TP x SP" else pytest.mark.slow)
+        for name in PLANS
+        for static in (False, True)
+    ],
+)
+# torch's own, where inductor imports torch.utils.mkldnn.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_losses_of_a_plan_are_those_without_compilation(
+    name, static, backend, within, train_runs, tmp_path
+):
+    options = PLANS[name] | {"system": "plan", "static": static}
+    compiled = options | {"compile": backend}
+    recomputed = compiled | {"activation_checkpointing": "selective-op"}
+    ranks = 4 if len(PLANS[name]) > 1 and "sp" not in options else 2
+    expected, *losses = train_runs(ranks, [options, compiled, recomputed], out=tmp_path, steps=2)
+    for found in losses:
+        assert found == pytest.approx(expected, abs=within)
 
 
 def test_layers_that_are_alike_share_one_graph():

@@ -48,6 +48,11 @@ PAIRS = {
         {"compile": "none"},
         "--compile aot_eager",
     ),
+    "compile": (
+        {"system": "plan", "cp": 2, "ranks": 2, "compile": "aot_eager"},
+        {"cp": 1, "tp": 2},
+        "--cp 2",
+    ),
     "activation_checkpointing": (
         {
             "system": "plan",
@@ -94,6 +99,21 @@ def test_an_option_without_effect_is_refused_with_the_one_that_takes_it(name):
     assert re.match(rf"{option(name)}\b.*; ", sentence)
     assert other in sentence
     validate(TrainConfig(**TEXT | without | beside))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dp_shard": 2, "zero3": True}, "expected no --zero3, .*got --zero3; use --dp-shard"),
+        ({"model": "mixtral-tiny", "dp_shard": 2, "ep": 2}, "expected --ep 1 or .*got --ep 2;"),
+        ({"tp": 2, "dropout": 0.1}, "expected --dropout 0 under plan, .*got --dropout 0.1;"),
+    ],
+)
+def test_layers_that_are_not_one_graph_under_plan_are_not_compiled(options, message):
+    options = TEXT | {"system": "plan", "ranks": 2} | options
+    with pytest.raises(UsageError, match=f"--compile aot_eager: {message}"):
+        validate(TrainConfig(**options, compile="aot_eager"))
+    validate(TrainConfig(**options))
 
 
 def test_every_rule_has_a_pair():

@@ -165,7 +165,15 @@ class RankPipeline:
             parts[index] = part = model_part(model, units, chain)
             self._family.set_forward(part, first=index == 0)
             context = StageContext(
-                mesh[axes], model, self._family, chain, units, apart, shape, inner.degrees
+                mesh[axes],
+                model,
+                self._family,
+                chain,
+                units,
+                apart,
+                shape,
+                inner.degrees,
+                inner.layer_policies,
             )
             self._parts[index] = STAGE_SYSTEMS[inner.name](part, context)
         self._plan_parts = list(self._parts.values()) if inner.name == "plan" else []

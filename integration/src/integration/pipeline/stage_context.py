@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from integration.models import ModelShape
 from integration.pipeline.families import ModelFamily
 from integration.pipeline.split import Chain
+from integration.systems.base import LayerPolicies
 from integration.systems.degrees import Degrees
 
 
@@ -26,6 +27,7 @@ class StageContext:
         tied: names of units, of this stage or another, that share a parameter with another stage.
         shape: shape of the full model.
         degrees: degrees of the system.
+        layer_policies: of the system, for plans.
     """
 
     mesh: DeviceMesh
@@ -36,6 +38,7 @@ class StageContext:
     tied: Sequence[str]
     shape: ModelShape
     degrees: Degrees
+    layer_policies: LayerPolicies
 
     @property
     def layers(self) -> list[str]:

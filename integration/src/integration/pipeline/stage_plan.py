@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from integration.pipeline.families import PassedTensor
 from integration.pipeline.stage_context import StageContext
-from integration.systems.zoo import plan_of
+from integration.systems.zoo import add_layer_policies, plan_of
 from plan_api import Plan, installed, parallelize
 
 
@@ -51,6 +51,7 @@ def stage_plan(part: nn.Module, context: StageContext) -> Plan:
     plan = plan_of(
         context.shape, context.mesh, context.degrees, in_pipeline=True, apart=context.tied
     )
+    add_layer_policies(plan, context.layer_policies, context.shape, len(context.chain.layers))
     plan = plan.for_stage(part, context.model, last=following is None)
     if following is not None:
         for number, tensor in enumerate(family.passed):

@@ -40,6 +40,7 @@ class PipelineSystem(System):
         self.supports_all_optimizers = inner.supports_all_optimizers
         self.shards_batches = inner.shards_batches
         self.accepts_deferred_init = inner.accepts_deferred_init
+        self.plans_layers = inner.plans_layers
         self._inner, self._layout = inner, layout
         self._one_device_random = one_device_random
         self._running: RankPipeline | None = None

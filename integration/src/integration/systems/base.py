@@ -2,6 +2,8 @@
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,24 @@ from integration.models import ModelShape, loss_of
 from integration.systems.clip import clip_gradients
 from integration.systems.degrees import Degrees
 
+Recompute = Literal["none", "full", "selective-op", "selective-layer"]
+Backend = Literal["none", "aot_eager", "inductor"]
+
+
+@dataclass(frozen=True)
+class LayerPolicies:
+    """How the repeated layers of a model run.
+
+    Attributes:
+        recompute: which activations are computed again in backward.
+        every: with ``selective-layer``, the distance of the layers that are recomputed.
+        compile: backend that compiles each layer.
+    """
+
+    recompute: Recompute = "none"
+    every: int = 1
+    compile: Backend = "none"
+
 
 class System(ABC):
     """An implementation of distributed training.
@@ -23,6 +43,7 @@ class System(ABC):
         degrees: degrees of its mesh axes, for systems that compose several kinds of parallelism.
         compute_dtype: dtype of compute in mixed precision; None: the dtype of the weights.
         device: that models and meshes are on.
+        layer_policies: how layers run, for systems whose plans say so.
     """
 
     name: str
@@ -43,6 +64,8 @@ class System(ABC):
     supports_all_optimizers: bool = False
     # Whether each layer can be compiled as one graph.
     supports_compile: bool = False
+    # Whether its plan says which layers are recomputed and compiled, instead of the trainer.
+    plans_layers: bool = False
     # Whether it supports mixed precision.
     mixed_precision: bool = False
     # Whether its tensor parallel degree has to divide the sequence length.
@@ -66,6 +89,7 @@ class System(ABC):
         self.degrees = degrees or Degrees()
         self.compute_dtype = compute_dtype
         self.device = device
+        self.layer_policies = LayerPolicies()
 
     @property
     def missing(self) -> str | None:

@@ -30,6 +30,8 @@ class PlanSystem(System):
     accepts_deferred_init = True
     shards_batches = True
     supports_all_optimizers = True
+    supports_compile = True
+    plans_layers = True
 
     def data_parallel_degree(self, world_size: int) -> int:
         """Returns the data parallel degree; the plan shards the batch that each rank passes."""
@@ -65,12 +67,13 @@ class PlanSystem(System):
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Applies the plan, including fully_shard for ``dp_shard``."""
         del world_size
-        from integration.systems.zoo import plan_of
+        from integration.systems.zoo import add_layer_policies, plan_of
         from plan_api import parallelize
 
         axes = self.degrees.axes
         mesh = init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         plan = plan_of(shape, mesh, self.degrees)
+        add_layer_policies(plan, self.layer_policies, shape, len(shape.layers_of(model)))
         return parallelize(model, plan, mode="static" if self.degrees.static else "eager")
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:

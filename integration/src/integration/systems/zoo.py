@@ -10,6 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from fsdp import Rows
 from integration.models import ModelShape
+from integration.systems.base import LayerPolicies
 from integration.systems.degrees import Degrees
 from integration.systems.fsdp import BLOCK_ROWS
 from plan_api import Phase, Plan, zoo
@@ -58,6 +59,25 @@ def plan_of(
         modules = (re.escape(shape.layers) + r"\.\d+", *map(re.escape, apart), "")
         _fully_shard(plan, modules, axes, degrees, reshard=False if in_pipeline else None)
     return plan
+
+
+def add_layer_policies(plan: Plan, policies: LayerPolicies, shape: ModelShape, layers: int) -> None:
+    """Adds entries for the layers that are recomputed and compiled.
+
+    Args:
+        plan: plan of a model of ``shape``.
+        policies: of the layers.
+        shape: shape of the model.
+        layers: number of the model's layers.
+    """
+    prefix = re.escape(shape.layers)
+    if policies.recompute == "selective-layer":
+        numbers = "|".join(map(str, range(0, layers, policies.every)))
+        plan.recompute(rf"{prefix}\.({numbers})", "full")
+    elif policies.recompute != "none":
+        plan.recompute(rf"{prefix}\.\d+", policies.recompute)
+    if policies.compile != "none":
+        plan.compile(rf"{prefix}\.\d+", policies.compile)
 
 
 def with_noise_loss(plan: Plan, *dp: str) -> Plan:

@@ -14,8 +14,7 @@ from pydantic.dataclasses import dataclass
 from integration.device import DeviceOption
 from integration.errors import UsageError
 from integration.systems import REST, Degrees, Placements, get_system
-from integration.train.model.activation_checkpointing import Recompute
-from integration.train.model.compiled import Backend
+from integration.systems.base import Backend, Recompute
 
 AUTO_RESUME = "auto"
 NEVER_RESUME = "never"

@@ -18,6 +18,7 @@ from integration.device import Device, local_ranks, select_device
 from integration.errors import UsageError
 from integration.models import ModelShape, model_shape
 from integration.systems import SYSTEM_NAMES, Degrees, System, get_system
+from integration.systems.base import LayerPolicies
 from integration.systems.divisors import alternatives
 from integration.train.config import (
     DIST_RNG_RANDOM,
@@ -161,6 +162,34 @@ RULES: tuple[OptionRule, ...] = (
         "give one of them as well, or leave --keep-checkpoints out",
     ),
     OptionRule(
+        "compile",
+        "cp",
+        lambda config: config.cp == 1,
+        "--cp 1, as attention over context parallel ranks is not in one graph",
+        "leave either out",
+    ),
+    OptionRule(
+        "compile",
+        "zero3",
+        lambda config: not config.zero3,
+        "no --zero3, which gathers parameters inside of layers",
+        "use --dp-shard without --zero3, or leave --compile out",
+    ),
+    OptionRule(
+        "compile",
+        "ep",
+        lambda config: not degrees_of(config).sends_tokens,
+        "--ep 1 or the value of --tp, as what ranks send to experts is not in one graph",
+        "leave either out",
+    ),
+    OptionRule(
+        "compile",
+        "dropout",
+        lambda config: config.system != "plan" or config.dropout == 0,
+        "--dropout 0 under plan, as dist-rng draws its masks outside of graphs",
+        "leave either out",
+    ),
+    OptionRule(
         "fingerprint",
         "compile",
         lambda config: config.compile == "none" or config.dropout == 0,
@@ -288,12 +317,18 @@ def _supported_system(config: TrainConfig, device: Device) -> System:
             "--offload: expected an accelerator, whose memory it saves, got --device"
             f" {device.type}, where parameters are on the host already; leave it out"
         )
+    policies = LayerPolicies(
+        config.activation_checkpointing, config.activation_checkpointing_every, config.compile
+    )
     if config.dtype == "fp32":
+        system.layer_policies = policies
         return system
     if not system.mixed_precision:
         fit = [name for name in SYSTEM_NAMES if get_system(name).mixed_precision]
         raise _unsupported(config, f"--dtype {config.dtype}", "--dtype fp32", fit)
-    return get_system(config.system, degrees_of(config), torch.bfloat16, device)
+    system = get_system(config.system, degrees_of(config), torch.bfloat16, device)
+    system.layer_policies = policies
+    return system
 
 
 def _unsupported(config: TrainConfig, option: str, default: str, fit: Sequence[str]) -> UsageError:

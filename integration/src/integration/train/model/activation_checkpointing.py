@@ -8,7 +8,7 @@ and `parallelize_module` find the same modules and names.
 import functools
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-Recompute = Literal["none", "full", "selective-op", "selective-layer"]
+from integration.systems.base import Recompute
 
 _aten = torch.ops.aten
 # Operators with the most FLOPs per byte of output: matrix products and attention.

@@ -6,12 +6,11 @@ one graph, and what runs between them, such as the hooks of `fully_shard`, is no
 
 import warnings
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import nn
 
-Backend = Literal["none", "aot_eager", "inductor"]
+from integration.systems.base import Backend
 
 
 def compile_layers(layers: Sequence[nn.Module], backend: Backend) -> None:

@@ -47,11 +47,12 @@ def parallel_model(setup: Setup, world: World) -> ParallelModel:
     else:
         model = build_model(shape, seed=config.seed, dropout=config.dropout)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    layers = shape.layers_of(model)
-    recompute_activations(
-        layers, config.activation_checkpointing, every=config.activation_checkpointing_every
-    )
-    compile_layers(layers, config.compile)
+    if not system.plans_layers:
+        layers = shape.layers_of(model)
+        recompute_activations(
+            layers, config.activation_checkpointing, every=config.activation_checkpointing_every
+        )
+        compile_layers(layers, config.compile)
     if not (on_meta or deferred):
         model.to(system.device.current)
         if setup.initial is not None:

@@ -18,6 +18,13 @@ from plan_api.runtime.policies.replaced_forward import ReplacedForward, forward_
 
 __all__ = ["install_compile"]
 
+_WARNINGS_OF_DYNAMO = (
+    # It reads the `grad` of a module's inputs.
+    r"The \.grad attribute of a Tensor that is not a leaf",
+    # It makes one for each autograd function that it traces.
+    r"<class 'torch\.autograd\.function\.Function'> should not be instantiated",
+)
+
 
 def install_compile(
     model: nn.Module,
@@ -34,10 +41,8 @@ def install_compile(
         coverage: records which sites run.
     """
     if compiled:
-        # Dynamo reads the `grad` of a module's inputs.
-        warnings.filterwarnings(
-            "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf"
-        )
+        for message in _WARNINGS_OF_DYNAMO:
+            warnings.filterwarnings("ignore", message=message)
     for path, policy in compiled.items():
         module = model.get_submodule(path)
         recomputes = any(is_inside(inner, path) for inner in recomputed)
