@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from plan_api import Phase, Plan, lower, parallelize
+from plan_api import Phase, Plan, lower, parallelize, zoo
 from testkit import CommLog, models
 
 R, S0 = Replicate(), Shard(0)
@@ -153,3 +153,11 @@ def test_stages_have_the_entries_of_their_modules(mesh, model):
     lowered = lower(plan.for_stage(stage, model, last=False), stage)
     assert list(lowered.recomputed) == ["layers.1"]
     assert not lowered.compiled
+
+
+def test_dispatched_tokens_are_not_compiled(mesh):
+    model = models.mixtral(num_hidden_layers=1)
+    plan = zoo.mixtral(mesh, tp=None, dp="dp", ep="dp").compile(r"model\.layers\.\d+", "eager")
+    with pytest.raises(ValueError, match=r"mlp.experts sends numbers of tokens .*: test_policies"):
+        lower(plan, model)
+    lower(zoo.mixtral(mesh, ep="tp").compile(r"model\.layers\.\d+", "eager"), model)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from plan_api import Plan, parallelize
+from plan_api.runtime.hooks import register_always_called
 
 R, S0 = Replicate(), Shard(0)
 
@@ -63,3 +64,27 @@ def test_a_missing_part_of_a_result_is_named_at_each_call(mesh):
     for _ in range(2):
         with pytest.raises(ValueError, match="forward: there is no part 1 in a DTensor"):
             model(torch.ones(4))
+
+
+def test_hooks_that_are_always_called_have_the_same_ids_in_all_modules():
+    called = []
+
+    def register(module):
+        module.register_forward_hook(lambda *_: called.append("other"))
+        return [
+            register_always_called(module, lambda *_: called.append("last")),
+            register_always_called(module, lambda *_: called.append("first"), prepend=True),
+        ]
+
+    modules = nn.Linear(2, 2), nn.Linear(2, 2)
+    handles = [register(module) for module in modules]
+    assert [handle.id for handle in handles[0]] == [handle.id for handle in handles[1]] == [-1, -2]
+    with pytest.raises(RuntimeError):
+        modules[0](torch.ones(3))
+    modules[0](torch.ones(2))
+    assert called == ["first", "last", "first", "other", "last"]
+    for handle in handles[0]:
+        handle.remove()
+    assert not modules[0]._forward_hooks_always_called
+    modules[0](torch.ones(2))
+    assert called[5:] == ["other"]

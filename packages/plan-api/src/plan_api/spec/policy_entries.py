@@ -131,7 +131,8 @@ class PolicyEntries(EntryList):
         graph. Hooks of these modules, such as those of `fully_shard`, run outside of the graph;
         those of modules inside of them are in it. A graph break is an error of the first step,
         which names the entry. `Installed.check`, and with it the first step of static mode,
-        compares the modes without compiled code.
+        compares the modes without compiled code. The process ignores two warnings of Dynamo, about
+        what it does itself, from then on.
 
         Args:
             path: of modules, such as the layers, which share graphs.
