@@ -102,6 +102,18 @@ def with_noise_loss(plan: Plan, *dp: str) -> Plan:
     return plan
 
 
+def _policies(degrees: Degrees, gathered: torch.dtype | None) -> dict[str, Any]:
+    """Returns the policies of fully_shard: what is gathered, when, and what is on the host."""
+    found: dict[str, Any] = {"placements": degrees.placements}
+    if gathered is not None:  # autocast around the model casts inputs
+        found["mp_policy"] = MixedPrecisionPolicy(
+            gathered, torch.float32, cast_forward_inputs=False
+        )
+    if degrees.offload:
+        found["offload_policy"] = degrees.offload_policy
+    return found
+
+
 def _fully_shard(
     plan: Plan,
     modules: Sequence[str],
@@ -115,16 +127,12 @@ def _fully_shard(
     Experts are sharded along "ep" by the plan, and along "dp" by fully_shard, where ``dp_shard``
     has ranks beyond those of ``ep``.
     """
-    copies, policy = degrees.dp_replicate, None
-    if gathered is not None:  # autocast around the model casts inputs
-        policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
+    copies = degrees.dp_replicate
     shard = partial(
         plan.fully_shard,
         granularity=Rows(BLOCK_ROWS),
         reshard_after_forward=reshard,
-        placements=degrees.placements,
-        offload_policy=degrees.offload_policy if degrees.offload else None,
-        mp_policy=policy,
+        **_policies(degrees, gathered),
     )
     if degrees.sends_tokens and degrees.dp_shard > degrees.ep:
         shard(rf"{modules[0]}\.mlp\.experts", "dp", replicate=copies)

@@ -285,8 +285,8 @@ def _zeros_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _placed_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     if not isinstance(param, DTensor):
         return local
-    # torch copies a DTensor deeply, as for asynchronous checkpoints, only if it has no offset of its
-    # own; it gets that of the local tensor which it is made from.
+    # torch copies a DTensor deeply, as for asynchronous checkpoints, only if it has no offset; it
+    # gets that of the local tensor which it is made from.
     made = DTensor(local.new_empty(0), param._spec, requires_grad=False)
     made._local_tensor = local
     return made
