@@ -95,6 +95,15 @@ DECODERS: dict[str, DecoderShape] = {
         num_attention_heads=8,
         num_key_value_heads=4,
     ),
+    # 3.4 M parameters and embeddings, which learn the words and the syntax of a text in an hour.
+    "llama-3m": LlamaShape(
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    ),
     "llama-tiny": _LLAMA_TINY,
     # With one matrix for embedding and head.
     "llama-tied-tiny": replace(_LLAMA_TINY, tie_word_embeddings=True),

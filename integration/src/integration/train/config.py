@@ -46,8 +46,8 @@ class TrainConfig:
     """System: single, ddp, fsdp1, fsdp2, fsdp, deepspeed, dtensor-tp; or, with the degrees below,
     plan or torchtitan-style."""
     model: str = "llama-10m"
-    """Model: llama-10m, llama-tiny, llama-tied-tiny, mixtral-10m, mixtral-tiny, dit-3m, dit-small
-    or dit-tiny; the path of a Hugging Face config.json of a LLaMA or Mixtral; or
+    """Model: llama-10m, llama-3m, llama-tiny, llama-tied-tiny, mixtral-10m, mixtral-tiny, dit-3m,
+    dit-small or dit-tiny; the path of a Hugging Face config.json of a LLaMA or Mixtral; or
     package.module:function, which returns an integration.models.ModelShape."""
     plan: str | None = None
     """plan: package.module:function, which is called with the mesh, the model's shape and the
