@@ -95,7 +95,7 @@ DECODERS: dict[str, DecoderShape] = {
         num_attention_heads=8,
         num_key_value_heads=4,
     ),
-    # 3.4 M parameters and embeddings, which learn the words and the syntax of a text in an hour.
+    # 3.7 M parameters beside embeddings, which learn the words and the syntax of a text in an hour.
     "llama-3m": LlamaShape(
         hidden_size=256,
         intermediate_size=688,
