@@ -38,7 +38,14 @@ def test_every_optimizer_has_all_parameters_and_the_same_options(name, kind):
 def test_adamw_of_buffers_is_fsdps():
     model = build_model(model_shape("llama-tiny"), seed=0)
     made = [
-        build_optimizer("adamw", model, learning_rate=3e-4, weight_decay=0.2, on_buffers=on_buffers)
+        build_optimizer(
+            "adamw",
+            model,
+            layers="model.layers",
+            learning_rate=3e-4,
+            weight_decay=0.2,
+            on_buffers=on_buffers,
+        )
         for on_buffers in (False, True)
     ]
     assert [type(one) for one in made] == [torch.optim.AdamW, AdamW]

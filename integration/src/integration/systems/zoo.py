@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -128,13 +127,12 @@ def _fully_shard(
     has ranks beyond those of ``ep``.
     """
     copies = degrees.dp_replicate
-    shard = partial(
-        plan.fully_shard,
-        granularity=Rows(BLOCK_ROWS),
-        reshard_after_forward=reshard,
+    options = {
+        "granularity": Rows(BLOCK_ROWS),
+        "reshard_after_forward": reshard,
         **_policies(degrees, gathered),
-    )
+    }
     if degrees.sends_tokens and degrees.dp_shard > degrees.ep:
-        shard(rf"{modules[0]}\.mlp\.experts", "dp", replicate=copies)
+        plan.fully_shard(rf"{modules[0]}\.mlp\.experts", "dp", replicate=copies, **options)
     for path in modules:
-        shard(path, axes, flat=len(axes) > 1, replicate=copies)
+        plan.fully_shard(path, axes, flat=len(axes) > 1, replicate=copies, **options)
