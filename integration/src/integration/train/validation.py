@@ -230,8 +230,9 @@ RULES: tuple[OptionRule, ...] = (
     OptionRule(
         "compile",
         "ep",
-        lambda config: not degrees_of(config).sends_tokens,
-        "--ep 1 or the value of --tp, as what ranks send to experts is not in one graph",
+        lambda config: config.ep == 1 or not (degrees_of(config).sends_tokens or config.sp),
+        "--ep 1, or the value of --tp without --sp, as what ranks send to experts is not in one"
+        " graph",
         "leave either out",
     ),
     OptionRule(
