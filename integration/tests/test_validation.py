@@ -118,7 +118,11 @@ def test_an_option_without_effect_is_refused_with_the_one_that_takes_it(name):
     ("options", "message"),
     [
         ({"dp_shard": 2, "zero3": True}, "expected no --zero3, .*got --zero3; use --dp-shard"),
-        ({"model": "mixtral-tiny", "dp_shard": 2, "ep": 2}, "expected --ep 1 or .*got --ep 2;"),
+        ({"model": "mixtral-tiny", "dp_shard": 2, "ep": 2}, "expected --ep 1, or .*got --ep 2;"),
+        (
+            {"model": "mixtral-tiny", "tp": 2, "sp": True, "ep": 2},
+            "expected --ep 1, or the value of --tp without --sp, .*got --ep 2;",
+        ),
         ({"tp": 2, "dropout": 0.1}, "expected --dropout 0 under plan, .*got --dropout 0.1;"),
     ],
 )
