@@ -17,12 +17,12 @@ from torch.utils.checkpoint import (
 from plan_api.lowering.ir import ModulePolicy
 from plan_api.runtime.policies.replaced_forward import ReplacedForward, forward_of
 
-__all__ = ["SAVED_OPERATORS", "install_recompute"]
+__all__ = ["install_recompute", "recomputed_forward"]
 
 _aten = torch.ops.aten
 # Operators with the most FLOPs per byte of output: matrix products and fused attention, as in
 # torchtitan/distributed/activation_checkpoint.py.
-SAVED_OPERATORS = frozenset(
+_SAVED_OPERATORS = frozenset(
     {
         _aten.mm.default,
         _aten.addmm.default,
@@ -51,11 +51,18 @@ def install_recompute(
         key = forward_of(module), policy.value
         # One function for all modules of a class, so that torch.compile compiles it once.
         if key not in replaced:
-            replaced[key] = _recomputed(*key)
+            replaced[key] = recomputed_forward(*key)
         yield ReplacedForward(module, replaced[key])
 
 
-def _recomputed(forward: Callable[..., Any], policy: str) -> Callable[..., Any]:
+def recomputed_forward(forward: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """Returns a ``forward`` that recomputes the activations of another one in backward.
+
+    Args:
+        forward: takes the module first.
+        policy: ``"full"``; or ``"selective-op"``, which keeps the results of matrix products and
+            fused attention.
+    """
     # Under torch.compile, passing no context differs from passing torch's empty one.
     options: dict[str, Any] = {} if policy == "full" else {"context_fn": _selective_contexts}
 
@@ -72,6 +79,6 @@ def _selective_contexts() -> Any:
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     del context, args, kwargs
-    if operator in SAVED_OPERATORS:
+    if operator in _SAVED_OPERATORS:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
