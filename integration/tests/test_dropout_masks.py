@@ -52,6 +52,22 @@ def test_values_do_not_matter_and_zeros_of_the_input_are_not_dropped():
     )
 
 
+def test_a_replaced_function_is_seen_and_so_is_its_call_of_torchs(monkeypatch):
+    """plan-api puts functions in place of torch's, which pass on what they do not take."""
+    expected = masks_of(lambda: dropout(ONES, 0.5))
+
+    def replaced(*args, **kwargs):
+        if torch.overrides.has_torch_function_unary(args[0]):
+            return torch.overrides.handle_torch_function(dropout, args[:1], *args, **kwargs)
+        return dropout(*args, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "dropout", replaced)
+    torch.manual_seed(0)
+    with DropoutMasks() as outer, DropoutMasks() as inner:
+        nn.Dropout(0.5)(ONES)
+    assert outer.hexdigest() == inner.hexdigest() == expected
+
+
 def test_modules_and_calls_in_place_are_seen_too():
     expected = masks_of(lambda: dropout(ONES, 0.5))
     assert masks_of(lambda: nn.Dropout(0.5)(ONES)) == expected

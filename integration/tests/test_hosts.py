@@ -67,7 +67,7 @@ def one_host(tmp_path_factory):
     """The same training by two ranks of one host."""
     out = tmp_path_factory.mktemp("one") / "run"
     command = [*TRAIN, "--out", str(out), *TINY, "--steps", str(STEPS), "--ranks", "2"]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
     return losses(out)
 
 

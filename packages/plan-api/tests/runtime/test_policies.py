@@ -151,6 +151,21 @@ def test_matrix_products_and_attention_are_not_computed_again(mesh):
     assert (full[silu], selective[silu]) == (1, 1)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside of Dynamo
+@pytest.mark.parametrize(("mode", "attention"), [("eager", 0), ("static", 1)])
+def test_a_compiled_layer_is_recomputed_but_for_the_attention_of_dtensors(mesh, mode, attention):
+    model = models.llama(num_hidden_layers=1, attn_implementation="sdpa")
+    plan = zoo.llama(mesh, tp=None, dp="dp").recompute(LAYER, "full").compile(LAYER, "aot_eager")
+    options = {"guard_steps": 0} if mode == "static" else {}
+    model = parallelize(model, plan, mode=mode, use=(), **options)
+    loss = models.token_loss(model)
+    with torch.profiler.profile() as profile:
+        loss.backward()
+    calls = Counter(event.name for event in profile.events())
+    assert calls["aten::silu"] == 1
+    assert calls["aten::_scaled_dot_product_flash_attention_for_cpu"] == attention
+
+
 # Raised inside of Dynamo and inductor.
 @pytest.mark.ranks
 @pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)

@@ -103,8 +103,10 @@ class TrainingObservation:
         if self.activations:
             return self.activations, self.activations_again
         once = 2 * sum(self.operators.get(name, 0) for name in _ATTENTION_BACKWARD)
-        # One more is in the normalization before the output layer.
-        return once, self.operators["aten::rsqrt"] - once - self.head_calls
+        # One more is in the normalization before the output layer; of a DTensor two are counted,
+        # of itself and of its local tensor.
+        outside = self.head_calls * (2 if self.head_is_dtensor else 1)
+        return once, self.operators["aten::rsqrt"] - once - outside
 
 
 @dataclass

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import dropout
 from torch.overrides import TorchFunctionMode
@@ -44,8 +44,8 @@ class DropoutMasks(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         # Recomputed dropout is not recorded again: Tensor.backward is dispatched here itself, and
-        # runs without this mode.
-        if func is not dropout:
+        # runs without this mode. plan-api puts a function of its own in torch's place.
+        if func is not dropout and func is not nn.functional.dropout:
             return func(*args, **kwargs)
         # Before the call, which may work in place.
         before = _zeros(args[0])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -22,12 +24,11 @@ __all__ = ["install_recompute", "recomputed_forward"]
 _aten = torch.ops.aten
 # Operators with the most FLOPs per byte of output: matrix products and fused attention, as in
 # torchtitan/distributed/activation_checkpoint.py.
-_SAVED_OPERATORS = frozenset(
+_PRODUCTS = frozenset(
+    {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+)
+_ATTENTION = frozenset(
     {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_efficient_attention.default,
@@ -65,20 +66,30 @@ def recomputed_forward(forward: Callable[..., Any], policy: str) -> Callable[...
     """
     # Under torch.compile, passing no context differs from passing torch's empty one.
     options: dict[str, Any] = {} if policy == "full" else {"context_fn": _selective_contexts}
+    # torch 2.13 cannot recompute operators that may draw random numbers, as fused attention
+    # does, in a graph that takes DTensors: it takes their mesh for a tensor to save.
+    with_dtensors = options or {"context_fn": _attention_contexts}
 
     @functools.wraps(forward)  # plans look up the names of arguments
     def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, module, *args, use_reentrant=False, **options, **kwargs)
+        chosen = options
+        if torch.compiler.is_compiling() and any(isinstance(one, DTensor) for one in args):
+            chosen = with_dtensors
+        return checkpoint(forward, module, *args, use_reentrant=False, **chosen, **kwargs)
 
     return recomputed
 
 
 def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
+    return create_selective_checkpoint_contexts(partial(_policy, _PRODUCTS | _ATTENTION))
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _attention_contexts() -> Any:
+    return create_selective_checkpoint_contexts(partial(_policy, _ATTENTION))
+
+
+def _policy(
+    saved: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     del context, args, kwargs
-    if operator in _SAVED_OPERATORS:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
