@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import Muon
@@ -86,6 +87,27 @@ def test_rows_that_tp_shards_have_the_bits_of_one_device(granularity):
             got, expected = step_both(model.w, optimizer, case.split)
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), name
             assert len(optimizer.owners()) == case.matrices, name
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("split", [None, 4], ids=str)
+def test_shards_of_rows_that_tp_shards_have_the_bits_of_one_device(split):
+    """As ZeRO-3 of plan-api places parameters: dp divides each of tp's shards."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        values = torch.randn((16, 5), generator=torch.Generator().manual_seed(0))
+        local = values.view(2, 2, 4, 5)[mesh.get_local_rank("tp"), mesh.get_local_rank("dp")]
+        placements = [_StridedShard(0, split_factor=2), Shard(0)]
+        param = nn.Parameter(DTensor.from_local(local.clone(), mesh, placements))
+        assert torch.equal(full_tensor(param.detach()), values)
+        optimizer = Muon([("w", param)], lr=0.1, split=split)
+        got, expected = step_both(param, optimizer, split)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        # dp's ranks divide the work: each owns some of what a rank of tp has.
+        assert len(optimizer.owners()) == (1 if split is None else 2)
 
     run_ranks(check, 4)
 

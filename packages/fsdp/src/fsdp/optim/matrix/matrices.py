@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from fsdp.optim.matrix.split import ShardedRows, shard_rows
 from ragged_shard import InterleavedShard, RaggedShard, dim_of, even_shape, local_shape
@@ -236,15 +236,16 @@ def _shard_runs(param: torch.Tensor, name: str, optimizer_name: str) -> _ShardRu
     if not isinstance(param, DTensor):
         return _ShardRuns(None, tuple(param.shape), (range(param.numel()),))
     mesh, placements = param.device_mesh, param.placements
-    unsupported = [
-        placement for placement in placements
-        if type(placement) not in (Replicate, Shard, InterleavedShard)
-        and not isinstance(placement, RaggedShard)
+    of_shards = [
+        axis for axis, placement in enumerate(placements)
+        if isinstance(placement, RaggedShard) or _divides_shards(axis, placements, mesh)
     ]  # fmt: skip
-    ragged = [
-        axis for axis, placement in enumerate(placements) if isinstance(placement, RaggedShard)
-    ]
-    axes = ragged or ([0] if mesh.ndim == 1 and placements == (Shard(0),) else [])
+    unsupported = [
+        placement for axis, placement in enumerate(placements)
+        if axis not in of_shards
+        and type(placement) not in (Replicate, Shard, InterleavedShard)
+    ]  # fmt: skip
+    axes = of_shards or ([0] if mesh.ndim == 1 and placements == (Shard(0),) else [])
     if unsupported or len(axes) > 1:
         raise ValueError(
             f"{optimizer_name}: expected parameter {name!r} to have RaggedShard on at most one "
@@ -263,6 +264,15 @@ def _shard_runs(param: torch.Tensor, name: str, optimizer_name: str) -> _ShardRu
     row, chunk = math.prod(base_shape[1:]), -(-base_shape[0] // len(ranks))
     ends = [min(chunk * rank, base_shape[0]) * row for rank in (*ranks, len(ranks))]
     return _ShardRuns(axis, base_shape, tuple(range(*pair) for pair in pairwise(ends)))
+
+
+def _divides_shards(axis: int, placements: Sequence[Placement], mesh: DeviceMesh) -> bool:
+    """Whether an axis divides the rows that each rank of the later axes has, as ZeRO-3 does."""
+    placement = placements[axis]
+    if not isinstance(placement, _StridedShard) or placement.dim != 0:
+        return False
+    later = [other for other in range(axis + 1, mesh.ndim) if dim_of(placements[other]) == 0]
+    return placement.split_factor == math.prod(mesh.size(other) for other in later)
 
 
 def _matrix_placement(placement: Placement, stacked: bool) -> Placement:
