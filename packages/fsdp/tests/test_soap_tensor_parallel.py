@@ -148,7 +148,9 @@ def test_matrices_that_tp_and_ep_shard_have_the_bits_and_state_of_one_device(gra
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("names", [("tp",), ("dp", "tp"), ("replicate", "shard", "tp")], ids="-".join)
+@pytest.mark.parametrize(
+    "names", [("tp",), ("dp", "tp"), ("replicate", "shard", "tp")], ids="-".join
+)
 def test_tp_without_fsdp_beside_data_parallelism_and_in_hsdp(names):
     """Rows on a mesh of tp alone are exchanged over tp, whose ranks are then the owners."""
 
