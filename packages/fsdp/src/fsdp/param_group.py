@@ -358,7 +358,7 @@ class PlannedParamGroup(FSDPParamGroup):
                     interval = layout.part(i, self.shard.rank)
                     whole = whole[interval.start : interval.stop]
                 local.copy_(whole.view(local.shape))
-            # nn.Parameter detaches a DTensor; the result has its local tensor's offset (dtensor_of).
+            # nn.Parameter detaches it, and the result has the offset of the local tensor.
             no_offset = local.new_empty(()).expand(local.shape)
             placed = dtensor_of(no_offset, self.shard.dtensor(i)._spec)
             sharded_param = nn.Parameter(placed, requires_grad=trained)
