@@ -5,8 +5,9 @@
 
 import pytest
 
-# 8 bits and an iteration that orthogonalizes amplify rounding.
-TOLERANCE = 5e-5
+# 8 bits and an iteration that orthogonalizes amplify rounding, and eigenvectors for eigenvalues of
+# zero are determined by it.
+TOLERANCES = {"adam8bit": 5e-5, "muon": 5e-5, "soap": 1e-3}
 STEPS = 6
 PRODUCTS = {
     "FSDP x TP, static": {"dp_shard": 2, "tp": 2, "sp": True, "static": True},
@@ -18,7 +19,7 @@ PRODUCTS = {
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Adam8bit. the shards of parameter")
-@pytest.mark.parametrize("optimizer", ["adam8bit", "muon"])
+@pytest.mark.parametrize("optimizer", TOLERANCES)
 def test_losses_are_those_of_one_device(optimizer, train_runs, tmp_path):
     runs = [
         {"system": "plan", "optimizer": optimizer, "micro_batch": 4} | product
@@ -31,4 +32,4 @@ def test_losses_are_those_of_one_device(optimizer, train_runs, tmp_path):
     losses = train_runs(4, runs, out=tmp_path / "products", steps=STEPS)
     for name, run, each in zip(PRODUCTS, runs, losses, strict=True):
         of_one = expected[run.get("model", "llama-tiny")]
-        assert each == pytest.approx(of_one, rel=0, abs=TOLERANCE), name
+        assert each == pytest.approx(of_one, rel=0, abs=TOLERANCES[optimizer]), name

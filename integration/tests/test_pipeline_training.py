@@ -1,5 +1,7 @@
 """A pipeline trains as one device does, whatever the schedule and whatever goes on in a stage."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -137,6 +139,41 @@ def test_gradients_of_plans_are_reduced_behind_the_schedule(name, schedule, tmp_
     options = {"model": "llama-tiny", "pp_degree": 2, "pp_schedule": schedule, "out": tmp_path}
     options |= {"micro_batch": 4, "pp_microbatches": 4} | WITHIN[name]
     assert run_ranks(_misplaced, 4, options, timeout=120) == [[]] * 4
+
+
+def _clipped(options):
+    """Norms before and after clipping, one by one and on buffers, and the number of tensors."""
+    import torch.distributed as dist
+
+    from integration.systems.clip import clip_gradients
+    from integration.train.config import TrainConfig
+    from integration.train.launch.world import World
+    from integration.train.loop import Trainer
+    from integration.train.setup import prepare
+
+    world = World(dist.get_rank(), dist.get_world_size())
+    setup = prepare(TrainConfig(**options), world.size)
+    trainer = Trainer(setup, world)
+    trainer._backward()
+    params, group = list(trainer.model.parameters()), setup.system._running.group
+    one_by_one = clip_gradients(params, float("inf"), group)
+    with mock.patch.object(torch, "_foreach_mul_", wraps=torch._foreach_mul_) as scale:
+        norm = setup.system.clip(trainer.model, float(one_by_one) / 2)
+    after = clip_gradients(params, float("inf"), group)
+    [call] = scale.call_args_list
+    return one_by_one.item(), norm.item(), after.item(), len(call.args[0]) / len(params)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["fsdp", "fsdp by plan"])
+def test_gradients_of_a_stage_are_clipped_on_the_buffers_of_groups(name, tmp_path):
+    """With the numbers of torch's functions, one by one."""
+    options = {"model": "llama-tiny", "pp_degree": 2, "out": tmp_path, "micro_batch": 4}
+    found = run_ranks(_clipped, 4, options | WITHIN[name], timeout=120)
+    for one_by_one, norm, after, tensors in found:
+        assert norm == pytest.approx(one_by_one, rel=1e-6)
+        assert after == pytest.approx(norm / 2, rel=1e-5)
+        assert tensors < 0.5
 
 
 @pytest.mark.ranks

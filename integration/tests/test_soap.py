@@ -14,9 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from integration.errors import UsageError
 from integration.train.config import TrainConfig
-from integration.train.validation import validate
 from testkit import run_ranks
 
 STEPS = 6
@@ -29,11 +27,13 @@ PRODUCTS = {
     "plan, FSDP": {"system": "plan", "dp_shard": 2},
     "plan, ZeRO-3 by phases": {"system": "plan", "dp_shard": 2, "zero3": True},
     "plan, static CP": {"system": "plan", "cp": 2, "static": True},
+    "plan, TP": {"system": "plan", "tp": 2},
+    "plan, TP x SP, static": {"system": "plan", "tp": 2, "sp": True, "static": True},
     "plan, EP": {"system": "plan", "dp_shard": 2, "ep": 2, "model": "mixtral-tiny"},
     "plan, PP": {"system": "plan", "pp_degree": 2},
 }
 # Of which gradients are reduced in float64.
-EXACT = ("ddp", "plan, FSDP", "plan, ZeRO-3 by phases")
+EXACT = ("ddp", "plan, FSDP", "plan, ZeRO-3 by phases", "plan, TP")
 RUN = {"optimizer": "soap", "micro_batch": 2}
 
 
@@ -111,8 +111,3 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(train_runs, one_device,
     path = Path(tmp_path / "run" / "checkpoints" / "step-00000003")
     (losses,) = train_runs(1, [RUN | {"resume": str(path)}], out=tmp_path / "new", steps=STEPS)
     assert losses == pytest.approx(one_device["llama-tiny"][3:], rel=0, abs=TOLERANCE)
-
-
-def test_tensor_parallelism_is_refused_as_its_blocks_are_others():
-    with pytest.raises(UsageError, match=r"--optimizer soap: expected --tp 1, got --tp 2"):
-        validate(TrainConfig(**RUN, model="llama-tiny", system="plan", tp=2, ranks=2))

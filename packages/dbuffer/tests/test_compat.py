@@ -1,5 +1,7 @@
 """Canaries: what `_compat.py` and `views.py` rely on in torch."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +30,22 @@ def test_from_local_takes_a_scalars_shape_for_none():
         assert guessed.shape == (3,)
         actual = _compat.dtensor(torch.ones(()), mesh, (Replicate(),), (), ())
         assert actual.shape == ()
+
+
+def test_torch_copies_no_dtensor_deeply_that_has_an_offset():
+    """If this fails, `_compat.dtensor_of` may become `DTensor`."""
+    local = torch.arange(8.0)[2:6]
+    with fake_mesh((2,)) as mesh:
+        torchs = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+        with pytest.raises(RuntimeError, match="invalid python storage"):
+            copy.deepcopy(torchs)
+        own = _compat.dtensor_of(local, torchs._spec)
+        copied = copy.deepcopy(own)
+    assert own._local_tensor is local
+    assert copied.placements == own.placements
+    assert torch.equal(copied._local_tensor, local)
+    copied._local_tensor.zero_()
+    assert local.all()
 
 
 def test_a_tensor_set_on_a_storage_has_a_version_of_its_own():

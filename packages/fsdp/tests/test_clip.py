@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -76,6 +77,37 @@ def test_a_group_is_one_tensor_and_a_mesh_one_all_reduce(foreach):
         torch.testing.assert_close(total, torch.tensor(1e-3), rtol=1e-3, atol=0)
 
     run_ranks(check, 2)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("order", [2.0, 3.0])
+def test_stages_of_a_pipeline_are_clipped_on_buffers_by_the_norm_of_all(order):
+    """Two stages, of one and two blocks, on two ranks each; powers of norms add up over them."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        first = mesh.get_local_rank("pp") == 0
+        stage = stack(1 if first else 2)
+        groups = len(shard(fsdp, stage, mesh=mesh["dp"]))
+        stage(batch(0)).square().mean().backward()
+        grads = [param.grad for param in stage.parameters()]
+        full = [grad.full_tensor() for grad in grads]
+        power = sum(grad.abs().pow(order).sum() for grad in full)
+        dist.all_reduce(power, group=mesh.get_group("pp"))
+
+        own = fsdp.get_total_norm(grads, order).pow(order)
+        dist.all_reduce(own, group=mesh.get_group("pp"))
+        norm = own.pow(1 / order)
+        torch.testing.assert_close(norm, power.pow(1 / order))
+        with mock.patch.object(torch, "_foreach_mul_", wraps=torch._foreach_mul_) as scale:
+            fsdp.clip_grads_with_norm_(stage.parameters(), 1e-3, norm)
+        [call] = scale.call_args_list
+        assert len(call.args[0]) == groups < len(grads)
+        for param, before in zip(stage.parameters(), full, strict=True):
+            expected = before * (1e-3 / (norm + 1e-6))
+            torch.testing.assert_close(param.grad.full_tensor(), expected)
+
+    run_ranks(check, 4)
 
 
 def test_the_norm_of_a_large_gradient_has_all_digits():

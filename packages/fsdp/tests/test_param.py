@@ -1,5 +1,7 @@
 """Parameters of every kind train as in a replicated model with averaged gradients."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import Block, Rows, Whole, fully_shard
+from fsdp.optim import AdamW, Muon
 from ragged_shard import RaggedShard
 from testkit import CommLog, models, run_ranks
 
@@ -281,3 +284,34 @@ def test_gpt2_with_dropout_and_tied_embeddings_trains_as_on_one_device():
 
     for sharded, alone in run_ranks(check, 2, timeout=120):
         torch.testing.assert_close(sharded, alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "optimizer_of", [AdamW, torch.optim.SGD, Muon], ids=["AdamW", "SGD", "Muon"]
+)
+def test_parameters_gradients_and_the_optimizers_state_are_copied_deeply(optimizer_of):
+    """They are views of buffers at some offset, which a copy does not have."""
+
+    def check():
+        model = fully_shard(nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(3)]))
+        options = {"momentum": 0.9} if optimizer_of is torch.optim.SGD else {}
+        optimizer = optimizer_of(model.named_parameters(), lr=0.1, **options)
+        model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+        params = list(model.parameters())
+        assert any(param._local_tensor.storage_offset() for param in params)
+        assert any(param.grad._local_tensor.storage_offset() for param in params)
+        state = [tensor for own in optimizer.state.values() for tensor in own.values()]
+        for own in (*params, *state):
+            copied = copy.deepcopy(own)
+            assert type(copied) is type(own)
+            assert copied.requires_grad == own.requires_grad
+            pairs = (
+                [(copied, own)] if own.grad is None else [(copied, own), (copied.grad, own.grad)]
+            )
+            for one, other in pairs:
+                one, other = (getattr(each, "_local_tensor", each) for each in (one, other))
+                assert torch.equal(one, other)
+                assert not one.numel() or one.data_ptr() != other.data_ptr()
+
+    run_ranks(check, 2)

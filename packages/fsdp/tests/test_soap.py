@@ -8,20 +8,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import distribute_tensor
 
 from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import SOAP
 from fsdp.optim.tensors import local_of
-from ragged_shard import InterleavedShard
 from testkit import run_ranks
 from testkit.models.matrix_net import (
-    MatrixMlp,
     MatrixNet,
     full_tensor,
     full_tensors,
@@ -253,86 +246,6 @@ def test_parameters_of_fsdp2_are_optimized_too():
         assert steps_of(model, optimizer_of(SOAP, model, **OFTEN), ids, **OFTEN) == []
 
     run_ranks(check, 3)
-
-
-@pytest.mark.ranks
-def test_rows_that_tp_interleaves_are_divided_into_blocks():
-    """Each of two ranks has 2 of the 4 rows of each projection, the same as blocks of 2."""
-
-    def check():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        values = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
-        model = nn.Module()
-        placement = InterleavedShard(0, 3)
-        model.qkv = nn.Parameter(distribute_tensor(values, mesh["tp"], [placement]))
-        fully_shard(model, mesh=mesh["dp"])
-        options = {"block_size": 2, "precondition_frequency": 2}
-        optimizer = SOAP(model.named_parameters(), lr=0.1, split=3, **options)
-        params = [nn.Parameter(one.clone()) for one in values.split(4)]
-        reference = ReferenceSoap(params, lr=0.1, **options)
-        for step in range(4):
-            model.qkv.grad = torch.zeros_like(model.qkv)
-            torch.manual_seed(10 * step + dist.get_rank())
-            model.qkv.grad.to_local().normal_()
-            for param, grad in zip(params, full_tensor(model.qkv.grad).split(4), strict=True):
-                param.grad = grad.clone()
-            optimizer.step()
-            reference.step()
-        assert torch.equal(full_tensor(model.qkv), torch.cat(params))
-        assert optimizer.state[model.qkv]["exp_avg.0"].shape == (4, 2)  # of both ranks, stacked
-
-    run_ranks(check, 4)
-
-
-@pytest.mark.ranks
-def test_tensor_parallelism_divides_matrices_into_blocks():
-    """Each of two ranks has 4 of 8 rows or columns, the same as blocks of 4."""
-
-    def check():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = MatrixMlp()
-        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(model, mesh=mesh["dp"])
-        torch.manual_seed(mesh.get_local_rank("dp"))
-        options = {"block_size": 4, "precondition_frequency": 2}
-        optimizer = optimizer_of(SOAP, model, **options)
-        assert steps_of(model, optimizer, lambda step: torch.randn(5, 6), **options) == []
-        nbytes = bytes_of(optimizer, [model.up.weight, model.down.weight])
-        return nbytes, full_tensor(optimizer.state[model.up.weight]["exp_avg.0"]).shape
-
-    found = run_ranks(check, 4)
-    blocks = [(4, 4), (4, 2)] * 2 + [(4, 4), (2, 4)] * 2  # of up's rows, of down's columns
-    assert sum(nbytes for nbytes, _ in found) == sum(
-        8 * (r * r + c * c + r * c) for r, c in blocks
-    )  # no two ranks have the same
-    assert {shape for _, shape in found} == {(2 * 4, 4)}
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("dim", [0, 1])
-def test_stacked_experts_with_expert_parallelism(dim):
-    def check():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-        model = nn.Module()
-        values = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
-        model.experts = nn.Parameter(distribute_tensor(values, mesh["ep"], [Shard(dim)]))
-        fully_shard(model, mesh=mesh["dp"])
-        optimizer = SOAP(model.named_parameters(), lr=0.1, block_size=3, precondition_frequency=2)
-        matrices = [nn.Parameter(one) for one in values.clone()]
-        reference = ReferenceSoap(matrices, lr=0.1, block_size=3, precondition_frequency=2)
-        for _ in range(4):
-            model.experts.grad = torch.zeros_like(model.experts)
-            torch.manual_seed(dist.get_rank())
-            model.experts.grad.to_local().normal_()
-            for param, grad in zip(matrices, full_tensor(model.experts.grad), strict=True):
-                param.grad = grad.contiguous()
-            optimizer.step()
-            reference.step()
-        assert torch.equal(full_tensor(model.experts), torch.stack(list(matrices)))
-        return bytes_of(optimizer, [model.experts]), reference.state_bytes
-
-    found = run_ranks(check, 4)
-    assert sum(nbytes for nbytes, _ in found) == found[0][1]
 
 
 @pytest.mark.ranks

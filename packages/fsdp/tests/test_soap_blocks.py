@@ -3,7 +3,7 @@
 import torch
 
 from fsdp.optim.matrix.matrices import matrices_of
-from fsdp.optim.soap.blocks import block_ranges, soap_cost, split_into_strips
+from fsdp.optim.soap.blocks import block_ranges, blocks_of, soap_cost, split_into_strips
 
 
 def test_strips_have_at_most_block_size_rows():
@@ -25,3 +25,12 @@ def test_cost_is_that_of_the_blocks():
     products = 4 * 4 * 4 * (4 + 4) + 4 * 4 * 2 * (4 + 2)
     assert soap_cost(4, 2)((4, 6)) == products + 7 * 128 // 6 + 7 * (64 + 8) // 6
     assert soap_cost(4, 1)((4, 6)) > soap_cost(4, 10)((4, 6))
+    assert soap_cost(4, 2)((8, 6)) == 2 * soap_cost(4, 2)((4, 6))
+
+
+def test_blocks_are_those_of_the_first_rows_first():
+    found = [(one.rows, one.columns) for one in blocks_of((5, 6), 3)]
+    rows, columns = (range(3), range(3, 5)), (range(3), range(3, 6))
+    assert found == [(one, other) for one in rows for other in columns]
+    strip = torch.arange(30).view(5, 6)
+    assert blocks_of((5, 6), 3)[2].part_of(strip).tolist() == [[18, 19, 20], [24, 25, 26]]

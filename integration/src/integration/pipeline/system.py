@@ -106,7 +106,9 @@ class PipelineSystem(System):
         assert self._running is not None
         copies = [copy.parameter for copy in self._running.tied if not copy.is_first]
         group = self._running.group
-        return clip_gradients(model.parameters(), max_norm, group, copies=copies)
+        return clip_gradients(
+            model.parameters(), max_norm, group, copies=copies, on_buffers=self.on_buffers
+        )
 
 
 def with_pipeline(system: System, shape: ModelShape, config: TrainConfig, world: int) -> System:

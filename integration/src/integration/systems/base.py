@@ -185,11 +185,7 @@ class System(ABC):
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clips gradients to the total norm ``max_norm``; returns the norm before."""
-        if self.on_buffers:
-            from fsdp import clip_grad_norm_
-
-            return clip_grad_norm_(model.parameters(), max_norm)
-        return clip_gradients(model.parameters(), max_norm)
+        return clip_gradients(model.parameters(), max_norm, on_buffers=self.on_buffers)
 
 
 def require_divisible(shape: ModelShape, field: str, degree: int) -> None:

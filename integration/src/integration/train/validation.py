@@ -30,7 +30,7 @@ from integration.train.config import (
 )
 from integration.train.launch.world import declared_world
 from integration.train.measurement.profiling import StepRange
-from integration.train.optimizers import ADAMW, SOAP
+from integration.train.optimizers import ADAMW
 
 # Dtypes of mixed precision by the value of --dtype.
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -509,17 +509,6 @@ def _check_optimizer(config: TrainConfig, system: System) -> None:
         raise UsageError(
             f"--optimizer {config.optimizer} needs the package fsdp, which is not installed;"
             " install it, or use --optimizer adamw"
-        )
-    _check_blocks(config)
-
-
-def _check_blocks(config: TrainConfig) -> None:
-    """Refuses SOAP where its blocks would depend on the degree."""
-    if config.optimizer == SOAP and config.tp > 1:
-        raise UsageError(
-            f"--optimizer soap: expected --tp 1, got --tp {config.tp}, whose ranks would"
-            " precondition the blocks of their shards, so that losses would not be one device's;"
-            " use --dp-shard or --pp-degree, or another --optimizer"
         )
 
 

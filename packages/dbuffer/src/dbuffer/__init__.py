@@ -1,5 +1,6 @@
 """A group of tensors in one distributed buffer."""
 
+from dbuffer._compat import dtensor_of
 from dbuffer.agreement import verify
 from dbuffer.buffer import DBuffer
 from dbuffer.collectives import Axis, Collectives, Handle, Strategy, collectives_for, own_row
@@ -28,6 +29,7 @@ __all__ = [
     "ResizableMemory",
     "Strategy",
     "collectives_for",
+    "dtensor_of",
     "memory_size",
     "own_row",
     "verify",

@@ -59,4 +59,21 @@ def dtensor(
     """
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
     with torch.inference_mode(False), torch.no_grad():
-        return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
+        return dtensor_of(local, DTensorSpec(mesh, placements, tensor_meta=meta))
+
+
+def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Returns a DTensor that `copy.deepcopy` copies, whatever the offset of its local tensor.
+
+    torch's DTensor has the storage offset of the local tensor that it is made from. deepcopy takes
+    an offset for memory of the DTensor itself, which has none, and fails.
+
+    Args:
+        local: this rank's part, which becomes the local tensor itself.
+        spec: mesh, placements, global shape, strides and dtype.
+    """
+    if not local.storage_offset():
+        return DTensor(local, spec, requires_grad=False)
+    made = DTensor(local.new_empty(0), spec, requires_grad=False)
+    made._local_tensor = local
+    return made

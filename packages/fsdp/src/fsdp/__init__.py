@@ -14,7 +14,7 @@ from fsdp.api import (
     share_comm_ctx,
     uninstall,
 )
-from fsdp.collectives.clip import clip_grad_norm_
+from fsdp.collectives.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp.mesh import STRATEGIES, Roles
 from fsdp.mesh.granularity import Block, Granularity, Rows, Whole
 from fsdp.module import FSDPModule
@@ -38,7 +38,9 @@ __all__ = [
     "UnshardHandle",
     "Whole",
     "clip_grad_norm_",
+    "clip_grads_with_norm_",
     "fully_shard",
+    "get_total_norm",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "uninstall",

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from dbuffer import BufferMemory, DBuffer, Strategy, verify
+from dbuffer import BufferMemory, DBuffer, Strategy, dtensor_of, verify
 from fsdp.collectives.all_gather import GroupAllGather, PlannedAllGather
 from fsdp.collectives.comm import BufferSpec, CommStreams, GroupCollectives, merge_shards
 from fsdp.collectives.extensions import ExtensionAllGather, chunk_layout, local_chunk
@@ -358,7 +358,10 @@ class PlannedParamGroup(FSDPParamGroup):
                     interval = layout.part(i, self.shard.rank)
                     whole = whole[interval.start : interval.stop]
                 local.copy_(whole.view(local.shape))
-            sharded_param = nn.Parameter(self.shard.dtensor(i), requires_grad=trained)
+            # nn.Parameter detaches it, and the result has the offset of the local tensor.
+            no_offset = local.new_empty(()).expand(local.shape)
+            placed = dtensor_of(no_offset, self.shard.dtensor(i)._spec)
+            sharded_param = nn.Parameter(placed, requires_grad=trained)
             sharded_param._local_tensor = local  # type: ignore[attr-defined]
             param.init_sharded_param(sharded_param)
         self.all_gather = self._new_all_gather(post_forward_mesh)

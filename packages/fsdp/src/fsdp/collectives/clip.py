@@ -1,4 +1,4 @@
-"""Clips gradients of any meshes: the norm of a group's gradients is that of one tensor.
+"""Clips gradients of any meshes: those of a group are one tensor.
 
 Note: how the norm over all ranks is computed.
     Local gradients of one mesh that are sharded on the same axes are one term, of few flat tensors.
@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.nn.utils import get_total_norm
+from torch.nn import utils
 
 from fsdp.collectives.contiguous import contiguous_runs, flat_view
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
 
 #: The axes of a mesh along which gradients are sharded.
 Axes = tuple[int, ...]
@@ -44,7 +44,8 @@ def clip_grad_norm_(
     gradients of a group are one tensor, as far as they are views of one reduced buffer and no
     padding is between them, so the order of summation differs from torch's. Each mesh has one
     all-reduce of a float64 for each axis along which gradients are sharded. Plain tensors count
-    once, so they have to be the same on every rank.
+    once, so they have to be the same on every rank. Stages of a pipeline on other ranks are not
+    included: `get_total_norm` and `clip_grads_with_norm_` are for these.
 
     Args:
         parameters: of one model, on every rank in the same order.
@@ -60,22 +61,78 @@ def clip_grad_norm_(
         ValueError: another `norm_type`.
         RuntimeError: the norm is not finite and that is an error.
     """
+    params = _listed(parameters)
+    grads = [param.grad for param in params if param.grad is not None]
+    total = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+    clip_grads_with_norm_(params, max_norm, total, foreach)
+    return total
+
+
+@torch.no_grad()
+def get_total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Returns the norm of all tensors together, as `torch.nn.utils.get_total_norm`, on any meshes.
+
+    It computes and sends what `clip_grad_norm_` does. Stages of a pipeline on other ranks are not
+    included; squares of norms add up over them::
+
+        grads = [param.grad for param in stage.parameters() if param.grad is not None]
+        square = fsdp.get_total_norm(grads).square()
+        dist.all_reduce(square, group=mesh["pp"].get_group())
+        fsdp.clip_grads_with_norm_(stage.parameters(), 1.0, square.sqrt())
+
+    Args:
+        tensors: gradients of one model or stage, on every rank in the same order.
+        norm_type: as of `clip_grad_norm_`.
+        error_if_nonfinite: as of `clip_grad_norm_`.
+        foreach: as of torch's.
+
+    Returns:
+        A plain scalar, the same on every rank of the meshes; 0 without tensors.
+
+    Raises:
+        ValueError: another `norm_type`.
+        RuntimeError: the norm is not finite and that is an error.
+    """
     order = float(norm_type)
     if not order > 0:
-        raise ValueError(f"clip_grad_norm_: expected a norm_type above 0, got {norm_type!r}")
-    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    grads = [param.grad for param in params if param.grad is not None]
-    if not grads:
-        return torch.tensor(0.0)
-    total = _total_norm(grads, order, foreach)
+        raise ValueError(f"fsdp: expected a norm_type above 0, got {norm_type!r}")
+    grads = _listed(tensors)
+    total = _total_norm(grads, order, foreach) if grads else torch.tensor(0.0)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it "
             f"cannot be clipped. To disable this error and scale the gradients by the non-finite "
             f"norm anyway, set `error_if_nonfinite=False`"
         )
-    _scale([_local(grad) for grad in grads], (max_norm / (total + 1e-6)).clamp(max=1.0), foreach)
     return total
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    total_norm: torch.Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """Scales gradients as `torch.nn.utils.clip_grads_with_norm_`, those of a group as one tensor.
+
+    Args:
+        parameters: of one model or stage.
+        max_norm: the largest norm of all gradients together.
+        total_norm: their norm, a plain scalar.
+        foreach: as of torch's.
+    """
+    grads = [_local(param.grad) for param in _listed(parameters) if param.grad is not None]
+    _scale(grads, (max_norm / (total_norm + 1e-6)).clamp(max=1.0), foreach)
+
+
+def _listed(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def _total_norm(grads: Sequence[torch.Tensor], order: float, foreach: bool | None) -> torch.Tensor:
@@ -120,7 +177,7 @@ def _local_norm(local: Sequence[torch.Tensor], order: float, foreach: bool | Non
     if not tensors:
         return local[0].new_zeros(())
     parts = [part for tensor in _flat(tensors) for part in _with_row_norms(tensor, order)]
-    return get_total_norm(parts, order, False, foreach)
+    return utils.get_total_norm(parts, order, False, foreach)
 
 
 def _with_row_norms(tensor: torch.Tensor, order: float) -> list[torch.Tensor]:

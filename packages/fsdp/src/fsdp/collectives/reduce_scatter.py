@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from dbuffer import BufferMemory, DBuffer, Handle
+from dbuffer import BufferMemory, DBuffer, Handle, dtensor_of
 from fsdp.collectives.comm import BufferSpec, CommStreams
 from fsdp.collectives.grad_dtype import promoted
 from fsdp.collectives.stages import GroupStage, group_stage
@@ -436,7 +436,7 @@ class GroupReduceScatter:
             assert isinstance(param, DTensor)
             spec = spec_with_dtype(param._spec, sharded_grad.dtype)
             if param.grad is None:
-                param.grad = DTensor(sharded_grad, spec, requires_grad=False)
+                param.grad = dtensor_of(sharded_grad, spec)
             elif isinstance(param.grad, DTensor) and param.grad.placements == spec.placements:
                 accumulated.append(param.grad._local_tensor)
                 sharded_grads.append(sharded_grad)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
+from dbuffer import dtensor_of
 from fsdp.collectives.contiguous import contiguous_runs, flat_view
 from fsdp.optim.state_dict import check_state_sharding
 from fsdp.optim.tensors import local_of, parameter_name
@@ -285,8 +286,4 @@ def _zeros_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _placed_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     if not isinstance(param, DTensor):
         return local
-    # torch copies a DTensor deeply, as for asynchronous checkpoints, only if it has no offset; it
-    # gets that of the local tensor which it is made from.
-    made = DTensor(local.new_empty(0), param._spec, requires_grad=False)
-    made._local_tensor = local
-    return made
+    return dtensor_of(local, param._spec)

@@ -63,28 +63,26 @@ class Matrix:
         """Whether inner axes shard the matrix."""
         return self.shape != self.base_shape
 
+    @property
+    def has_all_rows(self) -> bool:
+        """Whether the base has all rows of the matrix, so that inner axes shard columns at most."""
+        return self.shape[0] == self.base_shape[0]
+
     def row_strip(self, rows: range) -> Matrix:
-        """Returns some rows of the base as a matrix that inner axes do not shard."""
+        """Returns some rows as a matrix of its own; the base has to have all rows."""
         columns = self.base_shape[1]
         elements = range(rows.start * columns, rows.stop * columns)
         runs = [range(*ends) for ends in pairwise(accumulate(self.elements_by_rank, initial=0))]
         mesh, axis = self.mesh, self.axis
         local_run = runs[0 if mesh is None or axis is None else mesh.get_local_rank(axis)]
         local = _local_slice(elements, local_run)
-        shape = (len(rows), columns)
         is_all = len(rows) == self.base_shape[0]
         return replace(
             self,
             name=self.name if is_all else f"{self.name}[{rows.start}:{rows.stop}]",
-            shape=shape,
-            base_shape=shape,
+            shape=(len(rows), self.shape[1]),
+            base_shape=(len(rows), columns),
             elements_by_rank=tuple(len(_intersection(elements, run)) for run in runs),
-            placements=tuple(Replicate() for _ in self.placements),
-            distinct_axes=tuple(
-                axis
-                for axis, placement in enumerate(self.placements)
-                if axis in self.distinct_axes or dim_of(placement) is not None
-            ),
             local_slice=slice(
                 self.local_slice.start + local.start, self.local_slice.start + local.stop
             ),

@@ -2,14 +2,15 @@
 
 Note: terminology, besides that of `fsdp.optim.matrix.matrices`.
     block: at most `block_size` rows and columns of a matrix.
-    strip: all blocks of the same rows, that is some full rows: what is sent to an owner. Rows are
-        contiguous in storage, and columns are not.
+    strip: full rows of a matrix, which have one owner and are sent to it as one matrix: all blocks
+        of the same rows. Rows are contiguous in storage, and columns are not. A matrix of which
+        inner axes shard the rows is one strip, as its rows are gathered together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -21,10 +22,24 @@ from fsdp.optim.soap.eigenbasis import BlockState
 from fsdp.optim.tensors import local_of
 
 __all__ = [
-    "block_ranges", "block_state", "new_state", "soap_cost", "split_into_strips",
+    "Block", "block_ranges", "block_state", "blocks_of", "new_state", "soap_cost",
+    "split_into_strips",
 ]  # fmt: skip
 
 _STATE_NAMES = [field.name for field in fields(BlockState)]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The rows and columns of a block in its strip."""
+
+    rows: range
+    columns: range
+
+    def part_of(self, strip: torch.Tensor) -> torch.Tensor:
+        """Returns the elements of the block, as a view of a tensor of the strip's shape."""
+        rows, columns = self.rows, self.columns
+        return strip[rows.start : rows.stop, columns.start : columns.stop]
 
 
 def block_ranges(length: int, block_size: int) -> list[range]:
@@ -32,13 +47,24 @@ def block_ranges(length: int, block_size: int) -> list[range]:
     return [range(start, min(start + block_size, length)) for start in range(0, length, block_size)]
 
 
-def split_into_strips(matrices: Sequence[Matrix], block_size: int) -> list[Matrix]:
-    """Returns the strips of the bases of matrices, in the order of the matrices."""
+def blocks_of(shape: tuple[int, int], block_size: int) -> list[Block]:
+    """Returns the blocks of a strip or matrix of this shape, those of the first rows first."""
     return [
-        matrix.row_strip(rows)
-        for matrix in matrices
-        for rows in block_ranges(matrix.base_shape[0], block_size)
+        Block(rows, columns)
+        for rows in block_ranges(shape[0], block_size)
+        for columns in block_ranges(shape[1], block_size)
     ]
+
+
+def split_into_strips(matrices: Sequence[Matrix], block_size: int) -> list[Matrix]:
+    """Returns the strips of matrices, in the order of the matrices."""
+    strips: list[Matrix] = []
+    for matrix in matrices:
+        if matrix.has_all_rows:
+            strips += map(matrix.row_strip, block_ranges(matrix.shape[0], block_size))
+        else:
+            strips.append(matrix)
+    return strips
 
 
 def soap_cost(block_size: int, precondition_frequency: int) -> CostFunction:
@@ -56,8 +82,9 @@ def soap_cost(block_size: int, precondition_frequency: int) -> CostFunction:
 
 
 def _soap_cost(block_size: int, precondition_frequency: int, shape: tuple[int, int]) -> int:
-    rows, total = shape[0], 0
-    for columns in map(len, block_ranges(shape[1], block_size)):
+    total = 0
+    for block in blocks_of(shape, block_size):
+        rows, columns = len(block.rows), len(block.columns)
         products = 4 * rows * columns * (rows + columns)
         total += products + 7 * (rows**3 + columns**3) // (3 * precondition_frequency)
     return total
@@ -70,8 +97,9 @@ def new_state(
 
     It has "step", and for block n "left.n", "right.n" and so on, one tensor for each field of
     `BlockState`. On the axis that shards the parameter, the placement of each is
-    `RaggedShard.owned_by`. Axes of tensor or expert parallelism have blocks of their own on each
-    rank, and block n of all their ranks is stacked.
+    `RaggedShard.owned_by`. Axes that shard matrices replicate it, as all their ranks gather the
+    matrix. Axes whose ranks have matrices of their own, such as other experts, have other blocks on
+    each rank, and block n of all their ranks is stacked.
 
     Args:
         param: the parameter.
@@ -82,8 +110,8 @@ def new_state(
     state = {"step": torch.tensor(0.0)}
     block = 0
     for strip in strips:
-        rows = strip.matrix.base_shape[0]
-        for columns in map(len, block_ranges(strip.matrix.base_shape[1], block_size)):
+        for one in blocks_of(strip.matrix.shape, block_size):
+            rows, columns = len(one.rows), len(one.columns)
             shapes = {
                 "left": (rows, rows), "right": (columns, columns),
                 "left_basis": (rows, rows), "right_basis": (columns, columns),

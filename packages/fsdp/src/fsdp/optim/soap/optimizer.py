@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from fsdp.optim.matrix.optimizer import MatrixOptimizer, ParamGroup
 from fsdp.optim.matrix.split import SplitOption
 from fsdp.optim.matrix.state import state_dtype
 from fsdp.optim.soap.blocks import (
-    block_ranges,
+    Block,
     block_state,
+    blocks_of,
     new_state,
     soap_cost,
     split_into_strips,
@@ -35,7 +37,7 @@ class _SoapParam:
     """The flat local tensors of a parameter in a step, its state and its group.
 
     Attributes:
-        first_strip: index of its first strip in the plan.
+        first_blocks: number of the first block of each strip, by the strip's index in the plan.
         state_dtype: dtype of its state.
     """
 
@@ -43,7 +45,7 @@ class _SoapParam:
     grad: torch.Tensor
     state: dict[str, Any]
     group: ParamGroup
-    first_strip: int
+    first_blocks: dict[int, int]
     state_dtype: torch.dtype
 
 
@@ -63,8 +65,10 @@ class SOAP(MatrixOptimizer):
     block keeps its state and its update in this step is weight decay alone; a warning on its owner
     names it. It is not an error, because the other ranks would wait for a rank that raises.
 
-    Axes of tensor and expert parallelism divide matrices as `block_size` does: blocks are those of
-    the local shard, which must have the same size on all of their ranks.
+    Blocks are those of the matrix on one device. If tensor parallelism shards it, all ranks of this
+    axis at the owner gather it, compute the same and have the same state; axes that shard stacks,
+    as expert parallelism does, divide work and state. Shards must have the same size on all ranks
+    of such axes.
 
     Args:
         params: parameters or groups of them, with names or without; with ``named_parameters()``
@@ -177,23 +181,21 @@ class SOAP(MatrixOptimizer):
         self, one: _SoapParam, strip: MatrixTask, grads: torch.Tensor, skipped: list[str]
     ) -> torch.Tensor:
         """Returns the updates of a strip's blocks; adds the names of skipped blocks."""
-        columns = block_ranges(grads.shape[1], self._block_size)
-        first_block = (strip.index - one.first_strip) * len(columns)
+        blocks, first_block = self._blocks_of(strip), one.first_blocks[strip.index]
         (beta1, beta2), updates = one.group["betas"], int(one.state["step"].item()) - 1
         renews_basis = updates > 0 and updates % one.group["precondition_frequency"] == 0
         options = Hyperparameters(
             beta1, beta2, one.group["eps"], updates, renews_basis=renews_basis
         )  # fmt: skip
         results = torch.zeros_like(grads)
-        for index, block_columns in enumerate(columns, first_block):
-            block = slice(block_columns.start, block_columns.stop)
+        for index, block in enumerate(blocks, first_block):
             # A copy, as the bits of MKL's products depend on a matrix's alignment to 16 bytes.
-            grad = grads[:, block].clone(memory_format=torch.contiguous_format)
+            grad = block.part_of(grads).clone(memory_format=torch.contiguous_format)
             update = step_block(block_state(one.state, index), grad, options)
             if update is None:
-                skipped.append(f"{strip.matrix.name!r}, columns {block.start} to {block.stop - 1}")
+                skipped.append(_description(strip, block))
             else:
-                results[:, block] = update
+                block.part_of(results).copy_(update)
         return results
 
     def _soap_params(self, plan: OwnerPlan) -> dict[int, _SoapParam]:
@@ -207,10 +209,17 @@ class SOAP(MatrixOptimizer):
                 device = local_of(param).device
                 state.update(new_state(param, strips[index], self._block_size, device))
             params[index] = _SoapParam(
-                local_of(param).view(-1), grad, state, group, strips[index][0].index,
+                local_of(param).view(-1), grad, state, group, self._first_blocks(strips[index]),
                 state_dtype(param),
             )  # fmt: skip
         return params
+
+    def _first_blocks(self, strips: list[MatrixTask]) -> dict[int, int]:
+        counts = accumulate((len(self._blocks_of(strip)) for strip in strips), initial=0)
+        return {strip.index: first for strip, first in zip(strips, counts, strict=False)}
+
+    def _blocks_of(self, strip: MatrixTask) -> list[Block]:
+        return blocks_of(strip.matrix.shape, self._block_size)
 
     def _check_state(self) -> None:
         strips = self._plan().tasks_by_param()
@@ -224,3 +233,9 @@ class SOAP(MatrixOptimizer):
                 check_block_state(state, expected, self._names[param])
             else:
                 check_state_sharding({param: state}, self._names, self.optimizer_name)
+
+
+def _description(strip: MatrixTask, block: Block) -> str:
+    rows, columns = block.rows, block.columns
+    part = "" if len(rows) == strip.matrix.shape[0] else f"rows {rows.start} to {rows.stop - 1}, "
+    return f"{strip.matrix.name!r}, {part}columns {columns.start} to {columns.stop - 1}"
