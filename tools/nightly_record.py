@@ -3,7 +3,9 @@
 A REPORT is a JUnit file of pytest's: ``slow-PROJECT.xml`` of a project's tests marked slow, as
 ``tools.run_tests --slow`` leaves it, or of a package's tests with another torch, ``--package
 NAME``. In docs/support, nightly.json has the results, nightly.md the tables made of them. Exits 1
-where no test ran or one failed; the record says so then.
+where no test ran or one failed; the record says so then. ``--modules`` adds a run of some files of
+a project, such as those that a commit has mended: the project's other modules keep their results,
+with their commit.
 """
 
 import argparse
@@ -157,13 +159,20 @@ def _cell(result: Result) -> str:
     return f"{result.counts} ({result.date}, at {result.commit})"
 
 
-def main(reports: Iterable[Path], package: str | None = None, pages: Path = PAGES) -> int:
+def main(
+    reports: Iterable[Path],
+    package: str | None = None,
+    pages: Path = PAGES,
+    *,
+    of_modules: bool = False,
+) -> int:
     """Adds the results of reports to the record; the exit status.
 
     Args:
         reports: JUnit files; the results replace those of the same projects.
         package: whose tests these are, with another torch; None for the tests marked slow.
         pages: the folder of nightly.json and nightly.md.
+        of_modules: replace the results of the modules in the reports only.
     """
     by_report = {report: read_reports([report]) for report in reports}
     results = {name: one for found in by_report.values() for name, one in found.items()}
@@ -173,6 +182,10 @@ def main(reports: Iterable[Path], package: str | None = None, pages: Path = PAGE
         by_project = {
             report.stem.removeprefix("slow-"): found for report, found in by_report.items()
         }
+        if of_modules:
+            by_project = {
+                name: record.slow.get(name, {}) | found for name, found in by_project.items()
+            }
         record = Record({**record.slow, **by_project}, record.others)
     elif results:
         one = next(iter(results.values()))
@@ -191,5 +204,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("reports", type=Path, nargs="+", metavar="REPORT")
     parser.add_argument("--package")
-    arguments = parser.parse_args()
-    sys.exit(main(arguments.reports, arguments.package))
+    parser.add_argument("--modules", action="store_true")
+    given = parser.parse_args()
+    sys.exit(main(given.reports, given.package, of_modules=given.modules))

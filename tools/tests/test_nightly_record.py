@@ -60,6 +60,15 @@ def test_a_project_that_did_not_run_keeps_its_results_and_their_commit(
     assert text.index("at 2b") < text.index("| `a.test_x`") < text.index("at 3c")
 
 
+def test_a_run_of_some_modules_replaces_theirs_only(report, tmp_path, monkeypatch):
+    for commit, names in (("1a", ("passed", "failed")), ("2b", ("skipped",))):
+        monkeypatch.setattr("tools.nightly_record._commit", lambda commit=commit: commit)
+        main([report(*names)], pages=tmp_path, of_modules=True)
+    modules = read(tmp_path / "nightly.json").slow["a"]
+    found = {name: (one.commit, one.counts.failed) for name, one in modules.items()}
+    assert found == {"a.test_x": ("1a", 0), "a.test_y": ("2b", 0)}
+
+
 def test_packages_with_another_torch_have_a_row_and_a_column_each(report, tmp_path, monkeypatch):
     for torch, package in (("2.11.0+cpu", "dbuffer"), ("2.15.1", "fsdp"), ("2.15.1", "dbuffer")):
         monkeypatch.setattr("tools.nightly_record.version", lambda _, torch=torch: torch)
