@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from fsdp import Tiles
 from integration.option_table.plan.model import PlanModel
 from plan_api import Phase, Plan, deferred_init, lower, parallelize
 
@@ -22,6 +23,7 @@ PACKAGES = ("dist-rng", "dtensor-rules", "fused-comm")
 _REPLICATED, _PARTIAL, _ROWS, _COLUMNS = Replicate(), Partial(), Shard(0), Shard(1)
 _MATRICES = r"(?!routed).*\.weight"
 _ALL, _BUT_EXPERTS = r".*\.grad", r"(?!.*experts).*\.grad"
+_TILES = {r"mlp\.(up|down)\.weight": Tiles(rows=4, cols=4)}
 _PHASES: dict[str, dict[Phase, Placement]] = {
     "ZeRO-1": {Phase.OPTIM: _ROWS},
     "ZeRO-2": {Phase.OPTIM: _ROWS, Phase.GRAD: _ROWS},
@@ -109,6 +111,10 @@ def plan_of(options: Mapping[str, Any], mesh: DeviceMesh) -> Plan:
         plan.redistribute(
             "positions.<out>", Shard(2), _REPLICATED, "tp", grad_src=_REPLICATED
         )  # fmt: skip
+    if "recompute" in options:
+        plan.recompute("mlp", options["recompute"])
+    if "compile" in options:
+        plan.compile("attention", options["compile"])
     if "eager" in options:
         plan.eager("mlp")
         if "dp" in plan.axes:
@@ -144,8 +150,9 @@ def _shard_batch(plan: Plan, options: Mapping[str, Any]) -> None:
     if "fully_shard" in options:
         names = ("reshard_after_forward", "granularity", "replicate", "flat", "mp_policy")
         arguments = {name: options[name] for name in names if name in options}
-        for path in ("mlp", ""):
-            plan.fully_shard(path, along, **arguments)
+        quantize = _TILES if "quantize" in options else None
+        plan.fully_shard("mlp", along, **arguments, quantize=quantize)
+        plan.fully_shard("", along, **arguments)
 
 
 def _shard_weights(plan: Plan, options: Mapping[str, Any]) -> None:

@@ -23,7 +23,8 @@ from testkit import Collective, fake_mesh
 _MOST_RANKS = 4
 _MAX_CHOICES = 16  # of a run, so that the cause of a failure can be found
 _SMALL = 0.0005  # megabytes of gradients, of which the model has more
-_MATRIX = 2 * WIDTH * WIDTH  # elements of each of the MLP's
+_MATRIX = 2 * WIDTH * WIDTH  # elements of each of the MLP's two
+_BIAS = 2 * WIDTH  # elements of its bias
 
 
 def is_right(ranks: tuple[PlanObservation, ...], options: Mapping[str, Any]) -> bool:
@@ -32,7 +33,7 @@ def is_right(ranks: tuple[PlanObservation, ...], options: Mapping[str, Any]) -> 
 
 
 def _tolerance(options: Mapping[str, Any]) -> float:
-    return 5e-2 if "mp_policy" in options else 1e-5  # bfloat16
+    return 5e-2 if "mp_policy" in options or "quantize" in options else 1e-5  # bfloat16, 8 bits
 
 
 def _count(calls: tuple[Collective, ...], *kinds: str) -> int:
@@ -46,6 +47,23 @@ def _reductions(seen: PlanObservation) -> int:
 def _of_matrix(seen: PlanObservation, options: Mapping[str, Any]) -> int:
     """Returns the elements of the MLP's matrix on a rank if only tensor parallelism shards it."""
     return _MATRIX // 2 if options.get("tp") == "weights" else _MATRIX
+
+
+def _calls(options: Mapping[str, Any]) -> int:
+    """Returns the number of the MLP's forwards in a step without a guard."""
+    return 2 if "recompute" in options else 1
+
+
+def _after_forward(seen: PlanObservation, options: Mapping[str, Any]) -> float:
+    """Returns the share of the MLP's elements that a rank has after forward."""
+    size = 2 * _MATRIX + _BIAS
+    return seen.gathered / (size // 2 if options.get("tp") == "weights" else size)
+
+
+def _quantizes(seen: PlanObservation, options: Mapping[str, Any]) -> bool:
+    if "replicate" in options and "flat" not in options:  # each rank has all of its own
+        return seen.error > 1e-5
+    return any(call.dtype == "uint8" for call in seen.forward)
 
 
 def _halved(seen: PlanObservation, options: Mapping[str, Any]) -> bool:
@@ -86,7 +104,9 @@ PARALLELIZE: tuple[Choice, ...] = (
     rank_choice(
         'mode="static", guard_steps=2',
         "modules compute on plain tensors; the first two steps compute the MLP in Eager, too",
-        lambda seen, options: seen.is_plain and min(seen.calls[:2]) > 1 and seen.calls[2] == 1,
+        lambda seen, options: (
+            seen.is_plain and min(seen.calls[:2]) > _calls(options) == seen.calls[2]
+        ),
         mode="static",
         guard_steps=2,
     ),
@@ -237,6 +257,16 @@ PLAN: tuple[Choice, ...] = (
         tp="sequence", context="ring", order="zigzag", dropout=0.0,
     ),
     rank_choice(
+        'recompute("mlp")', "the MLP computes in forward and in backward",
+        lambda seen, options: seen.calls[2] == _calls(options),
+        recompute="full",
+    ),
+    rank_choice(
+        'compile("attention", "aot_eager")', "attention is one graph of torch.compile",
+        lambda seen, options: seen.graphs > 0,
+        compile="aot_eager",
+    ),
+    rank_choice(
         "eager", "in static mode, the MLP computes on DTensors",
         lambda seen, options: seen.is_plain and not seen.mlp_is_plain,
         mode="static", eager=True,
@@ -245,10 +275,23 @@ PLAN: tuple[Choice, ...] = (
         "fully_shard(reshard_after_forward=False)",
         "about half of the parameters between steps; a module has all of its own after forward",
         lambda seen, options: (
-            seen.gathered == _of_matrix(seen, options)
+            _after_forward(seen, options) == 1
             and (_share(seen) < 0.75 or "replicate" in options)
         ),
         **_FULLY, reshard_after_forward=False,
+    ),
+    rank_choice(
+        "fully_shard(flat=True, reshard_after_forward=2)",
+        "about a quarter of the parameters between steps; backward gathers over two ranks",
+        lambda seen, options: (
+            seen.gathered_over == {2} and _share(seen) < (0.6 if "replicate" in options else 0.4)
+        ),
+        **_FULLY, tp="batch", flat=True, reshard_after_forward=2,
+    ),
+    rank_choice(
+        "fully_shard(quantize=Tiles(rows=4, cols=4))", "matrices are gathered as bytes",
+        _quantizes,
+        **_FULLY, quantize=True,
     ),
     rank_choice(
         "fully_shard(replicate=2)", "each rank has a copy, or with `flat=True` half of one",

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dbuffer import DBuffer
 from integration.option_table.plan.apply import build, make, mesh_of, plan_of, seed_of
 from integration.option_table.plan.model import (
     BATCH,
@@ -52,7 +54,8 @@ class PlanObservation:
         mlp_dtype: in which the MLP's Linears compute.
         is_plain: whether the first Linear computes on plain tensors.
         attention_shape: local shape of attention's input.
-        gathered: elements of the weight of a Linear of the MLP after forward.
+        gathered: elements of the MLP's parameters on this rank after forward.
+        gathered_over: numbers of ranks over which buffers are gathered in backward.
         last_grad: elements of the last layer's gradient during the first layer's backward.
         same_grad: whether the gradient of the MLP's input is equal on all ranks.
         experts: number of experts that this rank loops over; None without experts.
@@ -61,6 +64,7 @@ class PlanObservation:
         dropped: share of zeros after dropout.
         weights_before: whether the model had memory for weights before `parallelize`.
         rules: number of operators that dtensor-rules ran.
+        graphs: number of graphs of torch.compile, of all steps.
         refused: errors of `parallelize` for plans that an option makes it refuse, by option.
     """
 
@@ -80,6 +84,7 @@ class PlanObservation:
     is_plain: bool
     attention_shape: tuple[int, ...]
     gathered: int
+    gathered_over: frozenset[int]
     last_grad: int
     same_grad: bool
     experts: int | None
@@ -88,6 +93,7 @@ class PlanObservation:
     dropped: float
     weights_before: bool
     rules: int
+    graphs: int
     refused: Mapping[str, str]
 
 
@@ -97,6 +103,8 @@ def observe(options: Mapping[str, Any]) -> PlanObservation:
     Raises:
         ValueError: the options are refused.
     """
+    from torch._dynamo.utils import counters
+
     import dtensor_rules
 
     uninstall()  # of another test in the same processes
@@ -111,6 +119,8 @@ def observe(options: Mapping[str, Any]) -> PlanObservation:
             seen["weights_before"] = _has_memory(make(options, 0))
         watch = _PlanHooks(model)
         dtensor_rules.stats_clear()
+        torch._dynamo.reset()  # so that graphs of earlier runs are not reused
+        counters.clear()
         seen |= _train(model, watch)
         rules = sum(one.rule + one.cache + one.miss for one in dtensor_rules.stats().values())
         reference = _reference_model(options)
@@ -120,6 +130,7 @@ def observe(options: Mapping[str, Any]) -> PlanObservation:
             sizes={name: param.numel() for name, param in named.items()},
             error=_error(named, dict(reference.named_parameters())),
             rules=rules,
+            graphs=counters["stats"]["unique_graphs"],
             refused=refused,
             **({"weights_before": True} | seen | watch.values),
         )
@@ -185,11 +196,15 @@ def _train(model: PlanModel, watch: _PlanHooks) -> dict[str, Any]:
         with CommLog() as log:
             out = model(x)
         seen["forward"] = sent_collectives(log)
-        weight: Any = model.mlp.down.weight
-        seen["gathered"] = local_tensor(weight).numel()
-        with CommLog() as log:
+        seen["gathered"] = sum(local_tensor(param).numel() for param in model.mlp.parameters())
+        gather = mock.patch.object(
+            DBuffer, "all_gather_", autospec=True, side_effect=DBuffer.all_gather_
+        )
+        with CommLog() as log, gather as gathers:
             _loss(out).backward()
         seen["backward"] = sent_collectives(log)
+        buffers = [call.args[0] for call in gathers.call_args_list]
+        seen["gathered_over"] = frozenset(buffer.mesh.size(-1) for buffer in buffers)
         with CommLog() as log:
             optimizer.step()
         seen["step"] = sent_collectives(log)
