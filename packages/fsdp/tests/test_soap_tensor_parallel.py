@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import SOAP
@@ -173,6 +174,29 @@ def test_tp_without_fsdp_beside_data_parallelism_and_in_hsdp(names):
                 raise AssertionError(name) from error
 
     run_ranks(check, 2 if len(names) == 1 else 4)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("split", [None, 4], ids=str)
+def test_shards_of_rows_that_tp_shards_have_the_bits_of_one_device(split):
+    """As ZeRO-3 of plan-api places parameters: dp divides each of tp's shards."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        values = torch.randn((16, 5), generator=torch.Generator().manual_seed(0))
+        local = values.view(2, 2, 4, 5)[mesh.get_local_rank("tp"), mesh.get_local_rank("dp")]
+        placements = [_StridedShard(0, split_factor=2), Shard(0)]
+        param = nn.Parameter(DTensor.from_local(local.clone(), mesh, placements))
+        optimizer = SOAP([("w", param)], split=split, **OPTIONS)
+        # With split each rank of tp has two of the four matrices, of two strips each.
+        strips, copies = (1, 2) if split is None else (4, 1)
+        case = Case((16, 5), placements, split, strips, copies)
+        found = check_case(case, "zero3", param, optimizer)
+        assert len(optimizer.owners()) == strips
+        return found
+
+    found = run_ranks(check, 4)
+    assert sum(local for local, _ in found) == (2 if split is None else 1) * found[0][1]
 
 
 @pytest.mark.ranks
