@@ -142,7 +142,7 @@ class FunctionInterception:
         """Starts when the module's forward begins."""
         for calls in self._calls:
             calls.count = 0
-        if self._training_calls < 2 and not torch.compiler.is_dynamo_compiling():
+        if not torch.compiler.is_dynamo_compiling() and self._training_calls < 2:
             self._training_calls += module.training
         self.enter()
 
