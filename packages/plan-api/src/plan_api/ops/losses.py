@@ -179,9 +179,9 @@ def _nll_loss(
     elif logits.sharding.axis is None:
         parts, of_rows = logits.parts(target, weight), _of_rows(reduction)
         loss, total = operator(logits.local, *parts, of_rows, ignored)
-        if reduction != NONE:
+        if reduction == MEAN:
             total = logits.sharding.over_batch(total)
-        loss = loss / total if reduction == MEAN else loss
+            loss = loss / total
     else:
         targets = logits.local_targets(target, weight, ignored)
         loss, total = nll_loss(logits.local, targets, logits.sharding, reduction)
