@@ -304,9 +304,9 @@ def test_state_is_released_before_another_is_loaded(mesh):
     for seed in range(2):
         _step(model, optimizer, seed)
     saved = copy.deepcopy(optimizer.state_dict())
-    moment = optimizer.state[next(model.parameters())]["exp_avg"]
-    released = [weakref.ref(moment), weakref.ref(moment.to_local())]
-    del moment
+    exp_avg = optimizer.state[next(model.parameters())]["exp_avg"]
+    released = [weakref.ref(exp_avg), weakref.ref(exp_avg.to_local())]
+    del exp_avg
     optimizer.load_state_dict(saved)
     gc.collect()
     assert [reference() for reference in released] == [None, None]

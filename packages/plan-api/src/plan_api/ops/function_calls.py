@@ -148,7 +148,8 @@ class FunctionInterception:
 
     def enter(self, *_: Any) -> None:
         """Resumes when a child has run."""
-        mode = outer = None
+        mode: Any = None
+        outer = None
         is_compiling = torch.compiler.is_dynamo_compiling()
         if is_compiling or self._uses_mode():
             mode = _InterceptionMode(self._table, self._on_other_name)
