@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plan_api import Plan, parallelize, uninstall
 from plan_api.ops.function_calls import with_wrapped
@@ -29,6 +31,18 @@ class Calls(nn.Module):
 
     def forward(self, *args):
         return self.function(*args)
+
+
+class OperatorCounts(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _static(mesh, function, **operators):
@@ -162,6 +176,17 @@ def test_cross_entropy_has_the_bits_of_dtensor_and_the_values_of_one_device(clas
 
     for found in run_ranks(check, 4, timeout=240):
         assert {case: facts for case, facts in found.items() if not all(facts)} == {}
+
+
+def test_cross_entropy_of_sharded_rows_runs_torchs_operators_and_counts_targets(mesh):
+    model = _static(mesh, F.cross_entropy, cross_entropy=S0)
+    logits, targets = torch.randn(8, 5, requires_grad=True), torch.randint(0, 5, (8,))
+    model(logits, targets)
+    with OperatorCounts() as seen:
+        model(logits, targets).backward()
+    of_loss = {name: number for name, number in seen.counts.items() if "nll_loss" in name}
+    assert of_loss == {"aten.nll_loss_forward.default": 1, "aten.nll_loss_backward.default": 1}
+    assert seen.counts["_c10d_functional.all_reduce.default"] == 1
 
 
 @pytest.mark.ranks

@@ -1,6 +1,9 @@
 """Optimizers in static mode step on local parameters, and hold DTensors before and after."""
 
 import copy
+import gc
+import weakref
+from collections import defaultdict
 
 import pytest
 import torch
@@ -252,3 +255,58 @@ def test_optimizers_of_other_models_are_unchanged(mesh):
     optimizer = optim.AdamW(plain.parameters())
     _step(plain, optimizer, 0)
     assert set(optimizer.state) == set(plain.parameters())
+
+
+@pytest.mark.parametrize(
+    "replaced", ["state dict", "moment", "state", "dict", "groups", "parameters", "local tensor"]
+)
+def test_what_is_replaced_between_steps_is_used(mesh, replaced):
+    ends = []
+    for mode in ("eager", "static"):
+        model = _net(mesh, mode)
+        params = list(model.parameters())
+        optimizer = optim.AdamW(params[:2], lr=0.1)
+        for seed in range(3):
+            _step(model, optimizer, seed)
+        if replaced == "state dict":
+            saved = copy.deepcopy(optimizer.state_dict())
+            _step(model, optimizer, 3)
+            optimizer.load_state_dict(saved)
+        elif replaced == "moment":
+            optimizer.state[params[0]]["exp_avg"] = torch.zeros_like(params[0])
+        elif replaced == "state":
+            optimizer.state.clear()
+        elif replaced == "dict":
+            optimizer.state = defaultdict(dict, optimizer.state)
+        elif replaced == "groups":
+            optimizer.add_param_group({"params": params[2:]})
+        elif replaced == "parameters":
+            optimizer.param_groups[0]["params"][1] = params[3]
+        torch.manual_seed(4)
+        model(torch.randn(4, 4)).backward()
+        if replaced == "local tensor":
+            params[0]._local_tensor = params[0]._local_tensor.clone()
+        of_script = optimizer.state
+        optimizer.step()
+        assert optimizer.state is of_script
+        state = [optimizer.state[one]["exp_avg"].full_tensor() for one in params[:1]]
+        optimizer.zero_grad()
+        _step(model, optimizer, 5)
+        ends.append((_full(model), state))
+    (eager, moments), (static, its_moments) = ends
+    assert _equal(eager, static)
+    assert all(map(torch.equal, moments, its_moments))
+
+
+def test_state_is_released_before_another_is_loaded(mesh):
+    model = _net(mesh)
+    optimizer = optim.AdamW(model.parameters())
+    for seed in range(2):
+        _step(model, optimizer, seed)
+    saved = copy.deepcopy(optimizer.state_dict())
+    exp_avg = optimizer.state[next(model.parameters())]["exp_avg"]
+    released = [weakref.ref(exp_avg), weakref.ref(exp_avg.to_local())]
+    del exp_avg
+    optimizer.load_state_dict(saved)
+    gc.collect()
+    assert [reference() for reference in released] == [None, None]

@@ -2,7 +2,8 @@
 
 One number per row is communicated instead of logits: for a log-softmax the maximum and the sum of
 exponentials, in backward the sum of gradients; for a mean, the number of targets that count. Label
-smoothing adds nothing to that: its term of a row is reduced with that of the target.
+smoothing adds nothing to that: its term of a row is reduced with that of the target. Where only
+rows are sharded, callers use torch's own operators for the sum, and `LogitsSharding.count`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
@@ -51,16 +51,36 @@ class LogitsSharding:
 
     def over_classes(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
         """Reduces over the ranks that share the classes."""
-        if self.axis is None:
-            return tensor
-        reduced: torch.Tensor = funcol.all_reduce(tensor, reduction, (self.mesh, self.axis))
-        return reduced
+        return tensor if self.axis is None else _all_reduce(tensor, reduction, self.mesh, self.axis)
 
     def over_batch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums over all ranks that have different rows."""
         for axis in self.rows:
-            tensor = funcol.all_reduce(tensor, "sum", (self.mesh, axis))
+            tensor = _all_reduce(tensor, "sum", self.mesh, axis)
         return tensor
+
+    def count(
+        self, classes: torch.Tensor, weight: torch.Tensor | None, ignored: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Returns what a mean divides by: the targets of all ranks that count, or their weights."""
+        return self.over_batch(_weights(classes != ignored, classes, weight, dtype).sum())
+
+
+def _all_reduce(tensor: torch.Tensor, reduction: str, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    # Waits at once: the result is used at once, and torch's tensor that waits later costs much.
+    ops = torch.ops._c10d_functional
+    reduced: torch.Tensor = ops.wait_tensor(
+        ops.all_reduce(tensor.contiguous(), reduction, mesh.get_group(axis).group_name)
+    )
+    return reduced
+
+
+def _weights(
+    counted: torch.Tensor, classes: torch.Tensor, weight: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Returns the weights of targets, 0 for ignored ones, from those of all classes."""
+    weights = counted.to(dtype)
+    return weights if weight is None else weights * weight[torch.where(counted, classes, 0)]
 
 
 @dataclass(frozen=True)
@@ -92,9 +112,7 @@ class Targets:
         counted = classes != ignored
         last = sharding.first + logits.shape[sharding.dim]
         is_local = counted & (classes >= sharding.first) & (classes < last)
-        weights = counted.to(logits.dtype)
-        if weight is not None:
-            weights = weights * weight[torch.where(counted, classes, 0)]
+        weights = _weights(counted, classes, weight, logits.dtype)
         index = torch.where(is_local, classes - sharding.first, 0)
         return cls(is_local, index.unsqueeze(sharding.dim), weights, counted)
 

@@ -101,7 +101,7 @@ class InterceptedCalls:
         """Calls the replacement, or the function itself; what these call is not intercepted."""
         number, self.count = self.count, self.count + 1
         function = self.replacements.get(number) or self.replacements.get(None, self.function)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return function(*args, **kwargs)
         table, _running.table = _running.table, _Running.table
         try:
@@ -127,6 +127,7 @@ class FunctionInterception:
         names = {one.__name__ for one in table}
         self._redirects = [_redirect(name) for name in names if hasattr(nn.functional, name)]
         self._table = {**table}
+        self._calls = list({id(calls): calls for calls in table.values()}.values())
         for one in self._redirects:
             inner = next(inner for inner in with_wrapped(one.function) if inner in table)
             self._table[one.function] = table[inner]
@@ -139,20 +140,21 @@ class FunctionInterception:
 
     def begin(self, module: nn.Module, *_: Any) -> None:
         """Starts when the module's forward begins."""
-        for calls in self._table.values():
+        for calls in self._calls:
             calls.count = 0
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling() and self._training_calls < 2:
             self._training_calls += module.training
         self.enter()
 
     def enter(self, *_: Any) -> None:
         """Resumes when a child has run."""
         mode: Any = None
-        if self._uses_mode():
+        outer = None
+        is_compiling = torch.compiler.is_dynamo_compiling()
+        if is_compiling or self._uses_mode():
             mode = _InterceptionMode(self._table, self._on_other_name)
             mode.__enter__()
-        outer = None
-        if not torch.compiler.is_compiling():
+        if not is_compiling:
             outer, _running.table = _running.table, self._table
         self._entered.append((mode, outer))
 
@@ -167,12 +169,12 @@ class FunctionInterception:
             _running.table = outer
 
     def _uses_mode(self) -> bool:
-        return (
-            torch.compiler.is_compiling()
-            or self._needs_mode
-            or self._training_calls < 2
-            or not all(one.is_in_place for one in self._redirects)
-        )
+        if self._needs_mode or self._training_calls < 2:
+            return True
+        for one in self._redirects:  # noqa: SIM110  # all() makes a generator in each call
+            if not one.is_in_place:
+                return True
+        return False
 
     def _on_other_name(self) -> None:
         self._needs_mode = True
@@ -198,7 +200,7 @@ class _InterceptionMode(TorchFunctionMode):
         self, func: TorchFunction, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         calls = self._table.get(func, func)
-        if calls is not func and not torch.compiler.is_compiling():
+        if calls is not func and not torch.compiler.is_dynamo_compiling():
             if _running.table is self._table:
                 self._on_call()
             else:  # called by a replacement, or by a child
@@ -238,7 +240,7 @@ def _redirect(name: str) -> _Redirect:
 
     @functools.wraps(native)
     def redirected(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return native(*args, **kwargs)
         calls = _running.table.get(redirected)
         if calls is not None:

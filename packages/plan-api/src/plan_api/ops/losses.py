@@ -34,6 +34,7 @@ from plan_api.ops.autocast import cast_up
 from plan_api.ops.cross_entropy import (
     MEAN,
     NONE,
+    SUM,
     LogitsSharding,
     Targets,
     cross_entropy,
@@ -175,6 +176,12 @@ def _nll_loss(
     if logits.is_replicated:
         parts = logits.parts(target, weight)
         loss, total = operator(logits.local, *parts, reduction, ignored)
+    elif logits.sharding.axis is None:
+        parts, of_rows = logits.parts(target, weight), _of_rows(reduction)
+        loss, total = operator(logits.local, *parts, of_rows, ignored)
+        if reduction == MEAN:
+            total = logits.sharding.over_batch(total)
+            loss = loss / total
     else:
         targets = logits.local_targets(target, weight, ignored)
         loss, total = nll_loss(logits.local, targets, logits.sharding, reduction)
@@ -193,10 +200,19 @@ def _nll_loss_backward(operator: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if logits.is_replicated:
         parts = logits.parts(target, weight)
         result = operator(scale, logits.local, *parts, reduction, ignored, total)
+    elif logits.sharding.axis is None:
+        parts, of_rows = logits.parts(target, weight), _of_rows(reduction)
+        scale = scale / total if reduction == MEAN else scale
+        result = operator(scale, logits.local, *parts, of_rows, ignored, total)
     else:
         targets = logits.local_targets(target, weight, ignored)
         result = nll_loss_backward(scale, logits.local, targets, logits.sharding, reduction, total)
     return logits.wrap(result, logits.placements, logits.shape)
+
+
+def _of_rows(reduction: int) -> int:
+    """Returns how torch's operator reduces this rank's rows, for a reduction over all ranks."""
+    return NONE if reduction == NONE else SUM
 
 
 def _logits(dtensor: DTensor, dim: int) -> _Logits:

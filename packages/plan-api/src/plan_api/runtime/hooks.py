@@ -151,7 +151,7 @@ def _pre_hook(
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal seen
-        tracing = torch.compiler.is_compiling()
+        tracing = torch.compiler.is_dynamo_compiling()
         if tracing:
             record()
         elif not seen:
@@ -168,7 +168,8 @@ def _pre_hook(
             if not tracing and type(old) is DTensor and old._spec is transform.settled:
                 continue
             try:
-                new = map_tensors(old, transform)
+                is_plain = type(old) is torch.Tensor
+                new = transform(old) if is_plain else map_tensors(old, transform)
             except Exception as error:
                 append_site(error, site, (position, name), old)
                 raise
@@ -191,7 +192,7 @@ def _post_hook(
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         nonlocal seen
-        tracing = torch.compiler.is_compiling()
+        tracing = torch.compiler.is_dynamo_compiling()
         if tracing:
             record()
         elif not seen:

@@ -28,7 +28,7 @@ class CallCoverage:
 
     def add(self, tensor: str) -> None:
         """Adds a tensor that a site has redistributed."""
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             self._current.add(tensor)
 
     def mark_validated(self) -> None:

@@ -63,6 +63,8 @@ class LocalParamGradients(GradientReduction):
             for one in local_params
             if one.visible or one.name in unsharded
         ]
+        self._sharded_gradients = [one for one in self._local_gradients if not one.is_unsharded]
+        self._unsharded_gradients = [one for one in self._local_gradients if one.is_unsharded]
         super().__init__(model, reduces_at_end, coverage, bucket_mb, excluded, warns=warns)
 
     def reset(self, model: nn.Module) -> None:
@@ -122,7 +124,7 @@ class LocalParamGradients(GradientReduction):
 
     def _reduce_now(self, number: int) -> None:
         gradient = self._local_gradients[number]
-        gradient.assign()
+        gradient.accumulate(gradient.detach())
         self._after_accumulate(gradient.source.param)
 
     def _collect(self) -> None:
@@ -135,9 +137,21 @@ class LocalParamGradients(GradientReduction):
                 self._reducer.accumulate(gradient.source.param, gradient.detach())
 
     def _assign_all(self) -> None:
-        for gradient in self._local_gradients:
+        # After every backward: an operation on all gradients takes half of the time that it takes
+        # between other operations on each of them.
+        ready = [
+            (gradient, local)
+            for gradient in self._sharded_gradients
+            if (local := gradient.source.tensor.grad) is not None
+        ]
+        for gradient, _ in ready:
+            gradient.source.tensor.grad = None
+        dtensors = [gradient.as_dtensor(local) for gradient, local in ready]
+        for (gradient, _), dtensor in zip(ready, dtensors, strict=True):
+            gradient.accumulate(dtensor)
+        for gradient in self._unsharded_gradients:  # each is released before the next is reduced
             if gradient.source.tensor.grad is not None:
-                gradient.assign()
+                gradient.accumulate(gradient.detach())
 
     def _end_of_backward(self) -> None:
         if self._reducer is None:
@@ -205,9 +219,9 @@ class _LocalGradient:
         """Forgets the parameter, which has been replaced or has another dtype."""
         self._param = self._spec = None
 
-    def assign(self) -> None:
-        """Accumulates the local parameter's gradient in its parameter, as autograd would."""
-        param, new = self.source.param, self.detach()
+    def accumulate(self, new: DTensor) -> None:
+        """Accumulates a gradient in the parameter, as autograd would."""
+        param = self.source.param
         grad: Any = param.grad
         if grad is None:
             param.grad = new

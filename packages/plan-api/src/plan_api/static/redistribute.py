@@ -130,6 +130,8 @@ class StaticRedistribution:
 
     Attributes:
         placements: by axis, those before and after.
+        moves_tensor: whether it changes tensors.
+        moves_gradient: whether it changes their gradients.
 
     Raises:
         ValueError: the step does not say the current placement of a tensor, or of its gradient.
@@ -173,11 +175,13 @@ class StaticRedistribution:
         self._forward = _in_order(forward, mesh, self.what)
         self._backward = _in_order(backward, mesh, f"the gradient of {self.what}")
         self._averaged = averaged
+        self.moves_tensor = bool(self._forward)
+        self.moves_gradient = bool(self._backward) or averaged != 1
 
     @property
     def is_identity(self) -> bool:
         """Whether it changes neither tensors nor gradients."""
-        return not self._forward and not self._backward and self._averaged == 1
+        return not self.moves_tensor and not self.moves_gradient
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the redistributed local tensor.
@@ -195,7 +199,7 @@ class StaticRedistribution:
             self._call_coverage.add(self.what)
         if tensor.requires_grad and torch.is_grad_enabled():
             return _RedistributeLocal.apply(tensor, self)  # type: ignore[no-any-return, no-untyped-call]
-        return self.forward(tensor)[0]
+        return self.forward(tensor)[0] if self.moves_tensor else tensor
 
     def forward(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Mapping[int, int | None]]:
         """Redistributes a tensor, without autograd.
@@ -203,7 +207,7 @@ class StaticRedistribution:
         Returns:
             the tensor, and by axis the global sizes of dims that have been sharded unevenly.
         """
-        if attribution.observer is None or not self._forward:
+        if attribution.observer is None:
             return self._move(tensor)
         with moving(self._step, self._before, self._after):
             return self._move(tensor)
@@ -226,7 +230,7 @@ class StaticRedistribution:
             grad: of the output.
             lengths: those that `forward` returned: a gradient is sharded as its tensor.
         """
-        if attribution.observer is None or not self._backward:
+        if attribution.observer is None:
             return self._move_back(grad, lengths)
         with moving(self._step, self._after, self._before):
             return self._move_back(grad, lengths)
@@ -296,14 +300,17 @@ class _OutputAsDTensor:
 class _RedistributeLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, transform: StaticRedistribution) -> torch.Tensor:
-        after, sharded = transform.forward(tensor)
-        ctx.transform, ctx.lengths = transform, sharded
-        # The output of an autograd function must not be its input.
-        return tensor.view_as(tensor) if after is tensor else after
+        ctx.transform, ctx.lengths = transform, {}
+        if not transform.moves_tensor:
+            return tensor.view_as(tensor)  # an autograd function may not return its input
+        after, ctx.lengths = transform.forward(tensor)
+        return after
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
         transform: StaticRedistribution = ctx.transform
+        if not transform.moves_gradient:
+            return grads[0], None
         try:
             return transform.backward(grads[0], ctx.lengths), None
         except Exception as error:

@@ -9,8 +9,8 @@ import torch
 from torch.nn._reduction import get_enum, legacy_get_string
 
 from plan_api.ops.autocast import cast_up
+from plan_api.ops.cross_entropy import MEAN, NONE, LogitsSharding, log_likelihood_loss
 from plan_api.ops.cross_entropy import cross_entropy as local_cross_entropy
-from plan_api.ops.cross_entropy import log_likelihood_loss
 from plan_api.ops.function_calls import TorchFunction
 from plan_api.ops.losses import WEIGHTED_MEANS, is_mean, weighted_mean
 from plan_api.runtime.local_shards import TensorSizes
@@ -42,12 +42,13 @@ def cross_entropy(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
         if size_average is not None or reduce is not None:
             reduction = legacy_get_string(size_average, reduce)
         kind = get_enum(reduction)
-        if label_smoothing and sharding.axis is None and not sharding.rows:
+        loss: torch.Tensor
+        if sharding.axis is None and not sharding.rows:
             smoothing = {"reduction": reduction, "label_smoothing": label_smoothing}
-            loss: torch.Tensor = function(
-                input, target, weight, ignore_index=ignore_index, **smoothing
-            )
+            loss = function(input, target, weight, ignore_index=ignore_index, **smoothing)
             return loss
+        if sharding.axis is None and not label_smoothing:
+            return _loss_of_rows(function, input, target, weight, kind, ignore_index, sharding)
         return local_cross_entropy(
             input, target, weight, kind, ignore_index, sharding, label_smoothing
         )
@@ -55,7 +56,7 @@ def cross_entropy(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     return sharded_cross_entropy
 
 
-def nll_loss(_: TorchFunction, sizes: TensorSizes) -> TorchFunction:
+def nll_loss(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     """Computes this rank's term of the loss of log probabilities, sharded as `cross_entropy`'s."""
 
     def sharded_nll_loss(
@@ -71,11 +72,34 @@ def nll_loss(_: TorchFunction, sizes: TensorSizes) -> TorchFunction:
         sharding = sharding_of_classes(input, min(1, input.ndim - 1), sizes)
         if size_average is not None or reduce is not None:
             reduction = legacy_get_string(size_average, reduce)
-        return log_likelihood_loss(
-            input, target, weight, get_enum(reduction), ignore_index, sharding
-        )
+        kind = get_enum(reduction)
+        if sharding.axis is None and not sharding.rows:
+            loss: torch.Tensor = function(
+                input, target, weight, ignore_index=ignore_index, reduction=reduction
+            )
+            return loss
+        if sharding.axis is None:
+            return _loss_of_rows(function, input, target, weight, kind, ignore_index, sharding)
+        return log_likelihood_loss(input, target, weight, kind, ignore_index, sharding)
 
     return sharded_nll_loss
+
+
+def _loss_of_rows(
+    function: TorchFunction,
+    input: torch.Tensor,  # noqa: A002  # torch's name
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignored: int,
+    sharding: LogitsSharding,
+) -> torch.Tensor:
+    """Computes this rank's term by torch's own function, where only rows are sharded."""
+    own = "none" if reduction == NONE else "sum"
+    loss: torch.Tensor = function(input, target, weight, ignore_index=ignored, reduction=own)
+    if reduction == MEAN:
+        loss = loss / sharding.count(target, weight, ignored, input.dtype)
+    return loss
 
 
 def mean(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:

@@ -20,7 +20,7 @@ def sized(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     shards = shards_of(sizes)
 
     def with_local_sizes(tensor: torch.Tensor, *sizes: Any, **kwargs: Any) -> Any:
-        shape = [*(sizes[0] if sizes and isinstance(sizes[0], Sequence) else sizes)]
+        shape = [*(sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes)]
         shape = shape or [*kwargs.pop("shape", kwargs.pop("size", ()))]
         for dim, ranks, rank in shards:
             if dim >= len(shape):  # not the annotated tensor: labels beside logits, for instance
