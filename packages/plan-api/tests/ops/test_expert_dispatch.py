@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from plan_api import Plan, explain, installed, lower, options, parallelize, track, zoo
-from testkit import TORCH_RELEASE, CommLog, RankError, fake_mesh, models, run_ranks
+from plan_api import Plan, explain, installed, lower, parallelize, track, zoo
+from testkit import TORCH_RELEASE, CommLog, RankError, models, run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 FEATURES = 6
@@ -406,42 +406,3 @@ def test_expert_axes_of_which_some_shard_tokens_are_refused(mesh):
     plan = zoo.mixtral(mesh, dp="dp", sp=True, ep=("dp", "tp"))
     with pytest.raises(ValueError, match="at least one of 3 on each rank"):
         lower(plan, models.mixtral(num_local_experts=3))
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("mode", ["eager", "static"])
-@pytest.mark.parametrize("by", ["config", "argument"])
-def test_the_router_loss_is_refused_where_tokens_are_sharded(mode, by):
-    # On ranks: torch 2.11's fake group does not write the numbers of tokens that are received.
-    arguments = {"output_router_logits": True} if by == "argument" else {}
-    # One sequence where heads are sharded: torch 2.11's DTensor does not flatten both dims.
-    cases = {
-        "dp": (lambda mesh: zoo.mixtral(mesh, tp=None, dp="dp", ep="dp"), torch.arange(16)),
-        "tp": (lambda mesh: zoo.mixtral(mesh, sp=True, ep="tp"), torch.arange(8)),
-    }
-
-    def check():
-        for axis, (plan, tokens) in cases.items():
-            mesh, ids = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,)), tokens.view(-1, 8)
-            model = models.mixtral(output_router_logits=by == "config")
-            parallelize(model, plan(mesh), mode=mode, guard_steps=0, use=())
-            with pytest.raises(
-                ValueError,
-                match=r"expected output_router_logits=False.*set config\.output_router_logits",
-            ):
-                model(input_ids=ids, labels=ids, **arguments)
-            model.config.output_router_logits = False
-            model(input_ids=ids, labels=ids)
-
-    run_ranks(check, 2)
-
-
-def test_the_router_loss_is_correct_where_tokens_are_replicated(monkeypatch):
-    monkeypatch.setattr(options, "find_spec", lambda name: None)
-    with fake_mesh((1,), ("tp",)) as mesh:
-        model = models.mixtral(output_router_logits=True)
-        ids = torch.arange(16).view(2, 8)
-        wanted = model(input_ids=ids, labels=ids).aux_loss
-        plan = zoo.mixtral(mesh, ep="tp")
-        parallelize(model, plan, mode="static", src_data_rank=None, guard_steps=0)
-        assert model(input_ids=ids, labels=ids).aux_loss == wanted
