@@ -89,9 +89,7 @@ class Trainer:
                 self.loss_scale = manifest.loss_scale or self.loss_scale
         parallel = parallel_model(setup, world)
         self.model, self._parameters = parallel.model, parallel.parameters
-        # A stage of a pipeline has some of the layers, and compiled ones run without hooks.
-        counts_load = config.pp_degree == 1 and config.compile == "none"
-        self._load = ExpertLoad(self.model if counts_load else nn.Identity(), self._device.current)
+        self._load = _expert_load(config, self.model, self._device.current)
         self._evaluator: Evaluator | None = None
         if parts.held_out is not None:
             loader = _batch_loader(setup, world, parts.held_out)
@@ -414,6 +412,12 @@ def _identity(setup: Setup, data: Samples) -> checkpoint.Identity:
         tokenizer=data.tokenizer,
         eval_samples=config.eval_samples,
     )
+
+
+def _expert_load(config: TrainConfig, model: nn.Module, device: torch.device | str) -> ExpertLoad:
+    # A stage of a pipeline has some of the layers, and compiled ones run without hooks.
+    is_counted = config.pp_degree == 1 and config.compile == "none"
+    return ExpertLoad(model if is_counted else nn.Identity(), device)
 
 
 def _tensorboard_writer(folder: Path, first_step: int) -> "SummaryWriter":

@@ -197,11 +197,11 @@ def test_rows_of_four_ranks_are_those_of_pairs_of_tokens_and_other_ranks():
         [{*row} - {rank} for row in ranks[9 * rank : 9 * rank + 9].tolist()] for rank in range(4)
     ]
     row = 2 * 5 + 3 * 4 + 3 * 4 + 2  # a multiple of the widest dtype's size
-    for rank, (counts, there, home) in enumerate(run_ranks(check, 4)):
+    for rank, (counts, dispatched, combined) in enumerate(run_ranks(check, 4)):
         assert counts == 3 * 16
-        assert there == row * sum(map(len, pairs[rank]))
+        assert dispatched == row * sum(map(len, pairs[rank]))
         received = sum(rank in others for of_rank in pairs for others in of_rank)
-        assert home == 2 * 5 * received
+        assert combined == 2 * 5 * received
 
 
 @pytest.mark.ranks

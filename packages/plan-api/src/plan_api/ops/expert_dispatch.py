@@ -273,7 +273,7 @@ class _ExchangeRows(torch.autograd.Function):
                 for at in places
             ]
             for at, grad in zip(places, ctx.exchange.reverse().run(sent), strict=True):
-                found[at] = grad
+                found[at] = grad.contiguous()  # they are summed, for which views take long
         zeros = (torch.zeros_like(one) if one.requires_grad else None for one in ctx.others)
         return None, None, *found, *zeros
 
@@ -293,21 +293,19 @@ def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(parts) == 1:
         return parts[0]
     columns, width = _columns(parts)
-    rows = parts[0].new_zeros(len(parts[0]), width, dtype=torch.uint8)
+    rows = parts[0].new_empty(len(parts[0]), width, dtype=torch.uint8)
+    rows[:, max(place.stop for place in columns) :] = 0
     for part, place in zip(parts, columns, strict=True):
         rows[:, place].view(part.dtype).copy_(part)
     return rows
 
 
 def _split(rows: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the parts of joined rows; the other parts have their columns and dtypes."""
+    """Returns views of joined rows as parts; the other parts have their columns and dtypes."""
     if len(parts) == 1:
         return [rows]
     columns, _ = _columns(parts)
-    return [
-        rows[:, place].view(part.dtype).contiguous()
-        for part, place in zip(parts, columns, strict=True)
-    ]
+    return [rows[:, place].view(part.dtype) for part, place in zip(parts, columns, strict=True)]
 
 
 def _columns(parts: Sequence[torch.Tensor]) -> tuple[list[slice], int]:
