@@ -15,7 +15,7 @@ from integration.sampling import main as sample
 from integration.train.checkpoint.checkpoint import FOLDER
 from integration.train.config import TrainConfig
 from integration.train.validation import validate
-from testkit import run_ranks
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TEXT = Path(integration.data.__file__).parent
@@ -117,6 +117,42 @@ def test_a_config_trains_as_the_named_model_of_its_sizes_and_is_sampled(train_ru
     assert found == pytest.approx(named, rel=0, abs=1e-5)
     path = tmp_path / "run" / FOLDER / "step-00000002"
     assert sample([str(path), "--max-tokens", "3"]) == 0
+
+
+ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
+def test_the_loss_of_a_mixtrals_routers_is_that_of_one_device(train_runs, tmp_path):
+    model = str(written(MixtralConfig(**SIZES, num_local_experts=4, **ROUTER_LOSS), tmp_path))
+    without = str(written(MixtralConfig(**SIZES, num_local_experts=4), tmp_path / "without"))
+    run = {"data": TEXT, "model": model, "micro_batch": 8}
+    plan = run | {"system": "plan"}
+    products = [
+        plan | {"dp_shard": 2, "ep": 2, "micro_batch": 4},
+        plan | {"dp_replicate": 2, "static": True, "micro_batch": 4},
+        plan | {"tp": 2, "sp": True, "ep": 2, "activation_checkpointing": "full"},
+    ]
+    expected, other = train_runs(1, [run, run | {"model": without}], out=tmp_path / "one")
+    assert expected[0] - other[0] > 0.9  # at least the coefficient times two choices
+    for found in train_runs(2, products, out=tmp_path / "two"):
+        assert found == pytest.approx(expected, rel=0, abs=6e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"system": "fsdp2", "ranks": 2}, "expected --system plan, or single, got fsdp2"),
+        ({"compile": "aot_eager"}, "expected --compile none, got aot_eager"),
+        ({"system": "plan", "pp_degree": 2, "ranks": 2}, "output_router_logits = True adds a loss"),
+    ],
+    ids=["system", "compile", "pipeline"],
+)
+def test_where_routers_have_no_loss_of_all_tokens_it_is_refused(options, message, tmp_path):
+    model = str(written(MixtralConfig(**SIZES, **ROUTER_LOSS), tmp_path))
+    with pytest.raises(UsageError, match=message):
+        validate(TrainConfig(model=model, **options))
 
 
 @pytest.fixture

@@ -49,6 +49,11 @@ class ConfiguredMixtralShape(_ConfiguredShape, MixtralShape):
 
     config: str = "{}"
 
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether the file has ``"output_router_logits": true``."""
+        return bool(json.loads(self.config).get("output_router_logits"))
+
 
 CONFIGURED: dict[str, type[ConfiguredLlamaShape] | type[ConfiguredMixtralShape]] = {
     "llama": ConfiguredLlamaShape,

@@ -52,6 +52,11 @@ class ModelShape(ABC):
             )
         return self
 
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether the model's loss has the auxiliary loss of its routers in it."""
+        return False
+
     @abstractmethod
     def build(self, *, dropout: float) -> nn.Module:
         """Returns the model for one device, in fp32, with weights from torch's generator.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from integration.data import (
     Batch,
@@ -32,6 +32,7 @@ from integration.train.learning_rate import LearningRateSchedule
 from integration.train.measurement.collectives import CollectiveCounter
 from integration.train.measurement.dropout_masks import DropoutMasks
 from integration.train.measurement.evaluation import Evaluator, plain_loss
+from integration.train.measurement.expert_load import ExpertLoad, shares
 from integration.train.measurement.profiling import StepProfiler
 from integration.train.measurement.progress import ProgressDisplay
 from integration.train.measurement.throughput import Throughput
@@ -88,6 +89,7 @@ class Trainer:
                 self.loss_scale = manifest.loss_scale or self.loss_scale
         parallel = parallel_model(setup, world)
         self.model, self._parameters = parallel.model, parallel.parameters
+        self._load = _expert_load(config, self.model, self._device.current)
         self._evaluator: Evaluator | None = None
         if parts.held_out is not None:
             loader = _batch_loader(setup, world, parts.held_out)
@@ -156,7 +158,7 @@ class Trainer:
         fingerprint = self._setup.config.fingerprint and self.step == 0
         microbatches = next(self._loader)
         masks = DropoutMasks()
-        with masks if fingerprint else nullcontext():
+        with masks if fingerprint else nullcontext(), self._load.step():
             total = self._accumulate(microbatches)
         if fingerprint:
             self._first_masks = masks.hexdigest()
@@ -266,9 +268,11 @@ class Trainer:
         counted = self.step + 1
         with self._collectives.step(counted):
             loss = self._backward()
-        # One small reduction sums the loss and the stop requests, so that all ranks leave the loop
-        # after the same step.
-        shared = torch.stack([loss, torch.full_like(loss, stop.requested)])
+        # One small reduction sums the loss, the stop requests, so that all ranks leave the loop
+        # after the same step, and the load of experts.
+        counts = self._load.counts
+        stopping = torch.full_like(loss, stop.requested)
+        shared = torch.cat([torch.stack([loss, stopping]), counts.flatten().to(loss.dtype)])
         dist.all_reduce(shared)
         mean = float(shared[0]) / self._world.size
         if not math.isfinite(mean):
@@ -290,6 +294,7 @@ class Trainer:
             tokens_per_second=self._tokens_per_step / seconds,
             mfu=self._throughput.mfu(seconds),
             loss_scale=None if scale is None else scale.value,
+            expert_load=shares(shared[2:].view(counts.shape)),
         )
         return record, bool(shared[1])
 
@@ -409,6 +414,12 @@ def _identity(setup: Setup, data: Samples) -> checkpoint.Identity:
     )
 
 
+def _expert_load(config: TrainConfig, model: nn.Module, device: torch.device | str) -> ExpertLoad:
+    # A stage of a pipeline has some of the layers, and compiled ones run without hooks.
+    is_counted = config.pp_degree == 1 and config.compile == "none"
+    return ExpertLoad(model if is_counted else nn.Identity(), device)
+
+
 def _tensorboard_writer(folder: Path, first_step: int) -> "SummaryWriter":
     # Half a second to import, which other ranks and runs without it save.
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -443,6 +454,9 @@ class _Outputs(AbstractContextManager["_Outputs"]):
                 "evaluation perplexity": record.eval_perplexity,
                 "loss scale": record.loss_scale,
             }
+            for layer, loads in enumerate(record.expert_load or ()):
+                for expert, load in enumerate(loads):
+                    optional[f"expert load/layer {layer}, expert {expert}"] = load
             for name, value in optional.items():
                 if value is not None:
                     self._writer.add_scalar(name, value, record.step)

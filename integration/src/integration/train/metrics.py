@@ -27,6 +27,8 @@ class StepRecord:
         eval_loss: mean loss of the held-out samples after the update; None without an evaluation.
         eval_perplexity: its exponential, for text.
         loss_scale: of fp16; the next step's is half of it if the update was skipped.
+        expert_load: for each layer with experts, the share of the choices of the global batch that
+            each expert got; None without experts, in pipelines and in compiled layers.
     """
 
     step: int
@@ -40,6 +42,7 @@ class StepRecord:
     eval_loss: float | None = None
     eval_perplexity: float | None = None
     loss_scale: float | None = None
+    expert_load: list[list[float]] | None = None
 
 
 @dataclass(frozen=True)

@@ -335,6 +335,7 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
 
         system = with_pipeline(system, shape, config, world_size)
     system.check(world_size, shape)
+    _check_router_loss(config, shape)
     _check_samples(config, system, shape)
     _check_initial(config, system, shape)
     _check_optimizer(config, system)
@@ -351,6 +352,22 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
     )
     steps = StepRange.parse(config.profile_steps) if config.profile_steps else None
     return ValidatedRun(config, system, shape, plan, steps)
+
+
+def _check_router_loss(config: TrainConfig, shape: ModelShape) -> None:
+    if not shape.has_router_loss:
+        return
+    got = f"--model {config.model} with output_router_logits = true, a loss of all tokens' routers"
+    if config.system not in ("single", "plan"):
+        raise UsageError(
+            f"{got}: expected --system plan, or single, got {config.system}, under which a rank"
+            " computes that of its own tokens; set it to false, or use --system plan"
+        )
+    if config.compile != "none":
+        raise UsageError(
+            f"{got}: expected --compile none, got {config.compile}, as routers are inside of"
+            " compiled layers; leave it out, or set output_router_logits to false"
+        )
 
 
 def _supported_system(config: TrainConfig, device: Device) -> System:

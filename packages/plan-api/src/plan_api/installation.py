@@ -16,7 +16,6 @@ from plan_api.lowering.fully_shard import names_reduced_by_fsdp
 from plan_api.lowering.ir import Lowered
 from plan_api.lowering.lower import lower
 from plan_api.lowering.validate import check_buckets
-from plan_api.ops.router_loss import refuse_router_loss
 from plan_api.options import ParallelizeOptions, warn_of_slow_planning
 from plan_api.patches import install_patches, uninstall_patches
 from plan_api.plan import Plan
@@ -201,7 +200,6 @@ def _install(
     handles = (
         *install_compile(model, lowered.compiled, lowered.recomputed, coverage),  # removed first
         *handles,
-        *refuse_router_loss(model, lowered, mode),
         *install_forward_errors(model, lowered.sites, plan.axes, mode),
         *recompute,
     )

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from plan_api import Plan, explain, installed, lower, options, parallelize, track, zoo
-from testkit import TORCH_RELEASE, CommLog, RankError, fake_mesh, models, run_ranks
+from plan_api import Plan, explain, installed, lower, parallelize, track, zoo
+from testkit import TORCH_RELEASE, CommLog, RankError, models, run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 FEATURES = 6
@@ -20,11 +20,11 @@ FEATURES = 6
 class Experts(nn.Module):
     """A matrix for each expert, of those that are hit alone, as transformers' experts."""
 
-    def __init__(self, number=4):
+    def __init__(self, number=4, features=FEATURES):
         super().__init__()
         torch.manual_seed(3)
         self.number, self.seen = number, []
-        self.table = nn.Parameter(torch.randn(number, FEATURES, FEATURES))
+        self.table = nn.Parameter(torch.randn(number, features, features))
 
     def forward(self, x, chosen, weights):
         self.seen.append((chosen.tolist(), self.number, len(self.table)))
@@ -32,7 +32,7 @@ class Experts(nn.Module):
         for expert in chosen.unique():
             token, place = torch.where(chosen == expert)
             made = torch.tanh(x[token] @ self.table[expert]) * weights[token, place, None]
-            out = out.index_add(0, token, made)
+            out = out.index_add(0, token, made.to(out.dtype))
         return out
 
 
@@ -141,15 +141,16 @@ def test_experts_are_sharded_along_two_axes():
 
 
 @pytest.mark.ranks
-def test_only_assignments_of_other_ranks_are_communicated():
+def test_one_row_is_communicated_for_each_token_and_other_rank():
     """Three all-to-alls forward, one of them of counts, and two backward; on ranks with nothing."""
-    given = _inputs(CHOICES["nothing for the first rank"])  # eight pairs, all for rank 1
+    given = _inputs(CHOICES["nothing for the first rank"])  # all choose both experts of rank 1
 
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         model = parallelize(Experts(), plan_of(mesh))
         x, chosen, weights = (distribute_tensor(one, mesh, [S0]) for one in given)
         x.requires_grad_()
+        weights.requires_grad_()
         model(x, chosen, weights).to_local().sum().backward()  # the reducer of gradients begins
         with CommLog() as there:
             out = model(x, chosen, weights)
@@ -160,14 +161,47 @@ def test_only_assignments_of_other_ranks_are_communicated():
         back.assert_counts({"all_to_all": 2})
         return [(one.input_bytes, one.wire_bytes) for one in (*there.calls, *back.calls)]
 
-    row, counts = 4 * FEATURES, (4 * 8, 2 * 8)
+    counts = 2 * 8, 8 * 2  # rows and assignments for each rank
+    features, weight_bytes, index_bytes = 4 * FEATURES, 4 * 2, 4 * 2
+    row, gradient = features + weight_bytes + index_bytes, features + weight_bytes
     first, second = run_ranks(check, 2)
-    # Rank 0 has two tokens, and sends them twice; it has no expert that any token has chosen.
-    two_twice = (4 * row, 4 * row)
-    assert first == [counts, two_twice, (0, 0), two_twice, (0, 0)]
+    # Rank 0 has two tokens, and sends each once; it has no expert that any token has chosen.
+    assert first == [
+        (2 * counts[0], counts[1]),
+        (2 * row, 2 * row), (0, 0), (2 * features, 2 * features), (0, 0),
+    ]  # fmt: skip
     # What rank 1 has chosen is its own; what it gives back is what came.
-    stays, back = (4 * row, 0), (8 * row, 4 * row)
-    assert second == [counts, stays, back, stays, back]
+    assert second == [
+        (2 * counts[0], counts[1]),
+        (2 * row, 0), (4 * features, 2 * features), (2 * features, 0), (4 * gradient, 2 * gradient),
+    ]  # fmt: skip
+
+
+@pytest.mark.ranks
+def test_rows_of_four_ranks_are_those_of_pairs_of_tokens_and_other_ranks():
+    """Of experts 2, 2, 2 and 1 to a rank; bfloat16 tokens with float32 weights."""
+    torch.manual_seed(7)
+    chosen = torch.rand(4 * 9, 7).topk(3).indices
+
+    def check():
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        model = parallelize(Experts(7, features=5).bfloat16(), plan_of(mesh))
+        x = torch.randn(len(chosen), 5, dtype=torch.bfloat16)
+        given = x, chosen, torch.rand(chosen.shape)
+        with CommLog() as log:
+            model(*(distribute_tensor(one, mesh, [S0]) for one in given))
+        return [one.wire_bytes for one in log.calls if one.op == "all_to_all"]
+
+    ranks = chosen // 2
+    pairs = [
+        [{*row} - {rank} for row in ranks[9 * rank : 9 * rank + 9].tolist()] for rank in range(4)
+    ]
+    row = 2 * 5 + 3 * 4 + 3 * 4 + 2  # a multiple of the widest dtype's size
+    for rank, (counts, dispatched, combined) in enumerate(run_ranks(check, 4)):
+        assert counts == 3 * 16
+        assert dispatched == row * sum(map(len, pairs[rank]))
+        received = sum(rank in others for of_rank in pairs for others in of_rank)
+        assert combined == 2 * 5 * received
 
 
 @pytest.mark.ranks
@@ -223,7 +257,9 @@ def test_mixtral_sends_the_tokens_that_its_routers_chose(mode):
         locals_ = [one.to_local() if mode == "eager" else one for one in chosen[:2]]
         sent = [[one for one in record.collectives if one.name == "all_to_all"]]
         own = range(2) if mesh.get_rank() == 0 else range(2, 3)
-        elsewhere = [sum(one not in own for one in index.flatten().tolist()) for index in locals_]
+        elsewhere = [
+            sum(any(one not in own for one in row) for row in index.tolist()) for index in locals_
+        ]
         text = {(one.axis, one.cause, "mixtral.py" in one.line) for one in sent[0]}
         sites = Counter((one.site, one.phase.value) for one in sent[0])
         grads = [param.grad.full_tensor() for param in model.parameters()]
@@ -251,10 +287,10 @@ def test_mixtral_sends_the_tokens_that_its_routers_chose(mode):
                 | {(site, "backward"): 2 + again for site in experts}
             )
             assert text == {("dp", "plan", True)}
-            row = 4 * 32
-            assert sent[rank][1::3] == [row * pairs for pairs in elsewhere]
-            assert sent[rank][2::3] == [row * pairs for pairs in found[1 - rank][2]]
-            assert 0 < sum(elsewhere) < 2 * 2 * 16  # of 16 tokens with two choices, in two layers
+            features, choices = 4 * 32, (4 + 4) * 2  # a choice has a number and a weight
+            assert sent[rank][1::3] == [(features + choices) * tokens for tokens in elsewhere]
+            assert sent[rank][2::3] == [features * tokens for tokens in found[1 - rank][2]]
+            assert 0 < sum(elsewhere) <= 2 * 16  # of 16 tokens in two layers
             for one, param in zip(grads, alone.parameters(), strict=True):
                 torch.testing.assert_close(one, param.grad, rtol=1e-4, atol=1e-6)
 
@@ -340,8 +376,9 @@ def test_replicated_tokens_are_refused(mesh):
             r"expected x of \(tokens, features\)",
         ),
         (lambda x, chosen, weights: (x, chosen, None), "expected a tensor as weights, got None"),
+        (lambda x, chosen, weights: (x, chosen, weights[:, :1]), "expected a weight for each"),
     ],
-    ids=["too large", "negative", "three dims", "nothing"],
+    ids=["too large", "negative", "three dims", "nothing", "a weight for two choices"],
 )
 def test_inputs_that_cannot_be_dispatched_are_refused(change, message):
     def check():
@@ -369,42 +406,3 @@ def test_expert_axes_of_which_some_shard_tokens_are_refused(mesh):
     plan = zoo.mixtral(mesh, dp="dp", sp=True, ep=("dp", "tp"))
     with pytest.raises(ValueError, match="at least one of 3 on each rank"):
         lower(plan, models.mixtral(num_local_experts=3))
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("mode", ["eager", "static"])
-@pytest.mark.parametrize("by", ["config", "argument"])
-def test_the_router_loss_is_refused_where_tokens_are_sharded(mode, by):
-    # On ranks: torch 2.11's fake group does not write the numbers of tokens that are received.
-    arguments = {"output_router_logits": True} if by == "argument" else {}
-    # One sequence where heads are sharded: torch 2.11's DTensor does not flatten both dims.
-    cases = {
-        "dp": (lambda mesh: zoo.mixtral(mesh, tp=None, dp="dp", ep="dp"), torch.arange(16)),
-        "tp": (lambda mesh: zoo.mixtral(mesh, sp=True, ep="tp"), torch.arange(8)),
-    }
-
-    def check():
-        for axis, (plan, tokens) in cases.items():
-            mesh, ids = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,)), tokens.view(-1, 8)
-            model = models.mixtral(output_router_logits=by == "config")
-            parallelize(model, plan(mesh), mode=mode, guard_steps=0, use=())
-            with pytest.raises(
-                ValueError,
-                match=r"expected output_router_logits=False.*set config\.output_router_logits",
-            ):
-                model(input_ids=ids, labels=ids, **arguments)
-            model.config.output_router_logits = False
-            model(input_ids=ids, labels=ids)
-
-    run_ranks(check, 2)
-
-
-def test_the_router_loss_is_correct_where_tokens_are_replicated(monkeypatch):
-    monkeypatch.setattr(options, "find_spec", lambda name: None)
-    with fake_mesh((1,), ("tp",)) as mesh:
-        model = models.mixtral(output_router_logits=True)
-        ids = torch.arange(16).view(2, 8)
-        wanted = model(input_ids=ids, labels=ids).aux_loss
-        plan = zoo.mixtral(mesh, ep="tp")
-        parallelize(model, plan, mode="static", src_data_rank=None, guard_steps=0)
-        assert model(input_ids=ids, labels=ids).aux_loss == wanted

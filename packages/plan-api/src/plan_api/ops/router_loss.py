@@ -1,45 +1,228 @@
-"""Refuses the auxiliary loss of routers that transformers computes (`output_router_logits=True`).
+"""Computes the auxiliary loss of transformers' routers over the tokens of all ranks.
 
-The model's own code computes it as a product of means over its tokens, which on a part of the
-tokens is another number, without an error.
+transformers adds it to a model's loss under ``output_router_logits=True``: the number of experts
+times the sum over them of f P, where f is the share of the tokens that chose an expert, and P its
+mean probability, in all layers. A product of means over a part of the tokens is another number, so
+both are summed over the ranks that share the tokens, in one all-reduce, before they are multiplied.
+The gradient of P is a rank's own; f has none.
+
+Source: Switch Transformer, equations 4 to 6 (https://arxiv.org/abs/2101.03961).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import inspect
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
+import torch
+import torch.distributed._functional_collectives as funcol
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.lowering.ir import HookPoint, Lowered, Op, OpKind
+from plan_api.lowering.ir import ExpertIndices, HookPoint, Site
+from plan_api.runtime.containers import map_tensors
+from plan_api.runtime.hooks import register_always_called
+from plan_api.spec.axes import axis_names
 
-__all__ = ["refuse_router_loss"]
+__all__ = ["install_router_loss"]
 
 _OPTION = "output_router_logits"
+_FUNCTION = "load_balancing_loss_func"  # beside a model's class
+_ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
-def refuse_router_loss(model: nn.Module, lowered: Lowered, mode: str) -> Iterator[RemovableHandle]:
-    """Makes calls of a model that would compute a wrong router loss an error.
+def install_router_loss(
+    model: nn.Module,
+    sites: Iterable[Site],
+    indices: Mapping[str, Sequence[ExpertIndices]],
+    mesh: DeviceMesh,
+    mode: Literal["eager", "static"],
+) -> Iterator[RemovableHandle]:
+    """Installs hooks that replace transformers' function of the loss while a model runs.
 
-    In static mode it is correct if tokens are not sharded. Eager cannot compute it at all, because
-    torch refuses to add a plain tensor of the model's own code to a DTensor.
+    The ``aux_loss`` of the model's output is that of the tokens of all ranks.
 
     Args:
         model: any; only transformers' mixtures of experts are concerned.
-        lowered: the plan, for this model.
+        sites: of the plan.
+        indices: arguments that index into sharded parameters, by the path of their module.
+        mesh: of the plan.
         mode: as in `parallelize`.
     """
     if not hasattr(getattr(model, "config", None), _OPTION):
         return
-    if mode == "eager" or any(map(_shards_tokens, lowered.ops)):
+    module = _module_with_function(model)
+    if module is None:
         yield model.register_forward_pre_hook(_refuse, prepend=True, with_kwargs=True)
+        return
+    summed = _axes_of_loss(sites, mesh)
+    dispatched = {
+        axis
+        for of_module in indices.values()
+        for one in of_module
+        if one.dispatch is not None
+        for axis in one.axes
+    }
+    loss = _RouterLoss(module, mesh, summed, summed | dispatched, mode)
+    yield model.register_forward_pre_hook(loss.swap_in, prepend=True)
+    yield register_always_called(model, loss.restore)
 
 
-def _shards_tokens(op: Op) -> bool:
-    is_model_input = not op.path and op.hook_point is HookPoint.FORWARD_PRE
-    return op.kind is OpKind.DISPATCH or (is_model_input and isinstance(op.dst, Shard))
+class _RouterLoss:
+    """Hooks of a model that has the function.
+
+    Args:
+        module: of Python, in which the model's class finds the function.
+        mesh: of the plan.
+        summed: numbers of the axes along which the model's own loss is a rank's term of a sum.
+        sharding: those along which tokens of routers are sharded whose logits are plain tensors.
+        mode: as in `parallelize`.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        mesh: DeviceMesh,
+        summed: set[int],
+        sharding: set[int],
+        mode: Literal["eager", "static"],
+    ) -> None:
+        self._module, self._mesh, self._mode = module, mesh, mode
+        self._terms = math.prod(mesh.size(axis) for axis in summed)
+        self._sharding = sharding
+        self._native: Any = None
+        # Of all ranks, by the id of this rank's term, which is kept so that its id is its own.
+        self._losses: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def swap_in(self, *_: Any) -> None:
+        self._native = getattr(self._module, _FUNCTION)
+        setattr(self._module, _FUNCTION, self._loss)
+
+    def restore(self, _: nn.Module, __: Any, output: Any) -> Any:
+        if self._native is not None:
+            setattr(self._module, _FUNCTION, self._native)
+        losses, self._native, self._losses = self._losses, None, {}
+        if not losses or output is None:
+            return None
+        return map_tensors(output, lambda tensor: losses.get(id(tensor), (tensor,))[0])
+
+    def _loss(
+        self,
+        gate_logits: Any,
+        num_experts: int,
+        top_k: int = 2,
+        attention_mask: torch.Tensor | None = None,
+    ) -> Any:
+        """Computes the loss of the arguments of transformers' function.
+
+        Returns:
+            in Eager, a replicated DTensor; in static mode this rank's term of the model's loss.
+
+        Raises:
+            ValueError: the mask is not one of this rank's tokens.
+        """
+        if not isinstance(gate_logits, tuple):
+            return 0
+        layers = [self._local(logits) for logits in gate_logits]
+        axes = self._axes(gate_logits[0])
+        mask = None if attention_mask is None else _local_mask(attention_mask, len(layers[0]))
+        chosen, probabilities, tokens = _sums(layers, num_experts, top_k, mask)
+        sums = torch.cat([chosen, probabilities.detach(), tokens])
+        for axis in sorted(axes):
+            sums = funcol.all_reduce(sums, "sum", (self._mesh, axis))
+        shares, tokens = sums[:num_experts] / sums[-1], sums[-1]
+        term = num_experts * (shares * probabilities).sum() / tokens
+        value = num_experts * (shares * sums[num_experts:-1]).sum() / tokens
+        loss = _with_value(term, value)
+        if self._mode == "eager":
+            replicated = [Replicate()] * self._mesh.ndim
+            return DTensor.from_local(loss, self._mesh, replicated, run_check=False)
+        # The plan sums the model's loss over ranks, which then have added the value once.
+        added = _with_value(term, value / self._terms)
+        self._losses[id(added)] = (loss, added)
+        return added
+
+    def _axes(self, logits: torch.Tensor) -> set[int]:
+        """Returns the axes along which ranks have different tokens."""
+        if not isinstance(logits, DTensor):
+            return self._sharding
+        return {axis for axis, one in enumerate(logits.placements) if _shards_tokens(one)}
+
+    def _local(self, logits: torch.Tensor) -> torch.Tensor:
+        if not isinstance(logits, DTensor):
+            return logits
+        placements = [one if _shards_tokens(one) else Replicate() for one in logits.placements]
+        return logits.redistribute(placements=placements).to_local()
+
+
+def _sums(
+    layers: Sequence[torch.Tensor], experts: int, top_k: int, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sums over the tokens of all layers' logits (tokens, experts).
+
+    Returns:
+        (experts,): how many chose each expert; (experts,): their probabilities, differentiable;
+        (1,): how many tokens there are.
+    """
+    chosen = layers[0].new_zeros(experts, dtype=torch.float32)
+    probabilities, tokens = chosen, chosen.new_zeros(1)
+    for logits in layers:
+        weights = chosen.new_ones(len(logits)) if mask is None else mask
+        routing = logits.softmax(-1)
+        index = routing.detach().topk(top_k).indices.flatten()
+        chosen = chosen.scatter_add(0, index, weights.repeat_interleave(top_k))
+        rows = routing.float()
+        probabilities = probabilities + (rows if mask is None else rows * mask.unsqueeze(1)).sum(0)
+        tokens = tokens + weights.sum()
+    return chosen, probabilities, tokens
+
+
+def _with_value(differentiable: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Returns a value with the gradient of another one."""
+    return value + (differentiable - differentiable.detach())
+
+
+def _local_mask(mask: torch.Tensor, tokens: int) -> torch.Tensor:
+    local = mask.to_local() if isinstance(mask, DTensor) else mask
+    if local.numel() != tokens:
+        raise ValueError(
+            f"{_OPTION}=True: expected an attention_mask of this rank's {tokens} tokens, got one "
+            f"of {local.numel()}: shard it as input_ids, plan.shard('<in:attention_mask>', ...); "
+            f"where sequences are sharded too, leave it out, and pad at the end"
+        )
+    return local.flatten().float()
+
+
+def _shards_tokens(placement: Any) -> bool:
+    return getattr(placement, "dim", None) == 0
+
+
+def _axes_of_loss(sites: Iterable[Site], mesh: DeviceMesh) -> set[int]:
+    """Returns the axes along which the plan sums the loss that the model computes."""
+    axes = axis_names(mesh)
+    return {
+        axes.index(axis)
+        for site in sites
+        if not site.path and site.hook_point is HookPoint.FORWARD
+        for step in site.moved
+        if step.index == "loss"
+        for axis, move in step.moves.items()
+        if move.src is not None and move.src.is_partial()
+    }
+
+
+def _module_with_function(model: nn.Module) -> Any:
+    for cls in type(model).__mro__:
+        module = sys.modules.get(cls.__module__)
+        function = getattr(module, _FUNCTION, None)
+        if function is not None and (*inspect.signature(function).parameters,) == _ARGUMENTS:
+            return module
+    return None
 
 
 def _refuse(model: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
@@ -47,7 +230,7 @@ def _refuse(model: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
     if requested if requested is not None else getattr(config, _OPTION, False):
         raise ValueError(
             f"{type(model).__name__}: expected {_OPTION}=False, got True, with which it computes a "
-            f"loss of the tokens of one rank: set config.{_OPTION} = False, and compute a loss of "
-            f"the routers in the script, from their outputs (register_forward_hook on "
-            f"...mlp.gate) summed over the ranks"
+            f"loss of the routers, but not by {_FUNCTION}({', '.join(_ARGUMENTS)}) of its module: "
+            f"set config.{_OPTION} = False, and compute a loss in the script, from the routers' "
+            f"outputs summed over the ranks"
         )

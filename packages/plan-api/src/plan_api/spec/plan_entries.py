@@ -218,10 +218,11 @@ class PlanEntries(PolicyEntries):
     ) -> Self:
         """Dispatches tokens to the ranks of the experts that they chose, and combines the results.
 
-        Like `index`, for tokens that are sharded along these axes: the module runs on the tokens of
-        all ranks that chose this rank's experts, one row per choice, with weights of 1. It returns
-        a row each, which are weighted and summed on the tokens' ranks. No token is dropped or
-        padded.
+        Like `index`, for tokens that are sharded along these axes: a token is sent once to each
+        rank that has experts that it chose, with its choices and weights. The module runs on one
+        row for each choice of this rank's experts, with one choice and its weight, sorted by
+        expert, and returns a row each. Those of a token are summed before they are sent back, and
+        then over the ranks. No token is dropped or padded.
 
         Args:
             path: of the argument with the choices, a tensor of integers (tokens, choices); its

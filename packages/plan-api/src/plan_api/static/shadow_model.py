@@ -72,6 +72,8 @@ def shadow_of(
             for name, child in module._modules.items()
         }
         attributes.update((name, OrderedDict()) for name in _HOOKS if name in attributes)
+        # Its hooks that collect outputs are gone, and transformers is to install them again.
+        attributes.pop("_output_capturing_hooks_installed", None)
         attributes["_compiled_call_impl"] = None
         for name, value in [*attributes.items()]:
             method = _uncompiled(value)

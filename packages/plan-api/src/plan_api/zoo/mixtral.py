@@ -53,6 +53,8 @@ def mixtral(
     whole, part, axes = Replicate(), Partial(), expert_axes("mixtral", tp, dp, sp, ep)
     # Where parts of the sequence are dispatched the whole MLP, with its router, runs on them.
     plan = decoder(mesh, tp, dp, sp, loss_parallel, None if tp in axes.dispatched else whole)
+    if names_of(dp) and tp not in axes.dispatched:  # there routers run on local tensors
+        plan.annotate("<out:router_logits>", [Shard(0)] * len(names_of(dp)), names_of(dp))
     # The router is replicated, so gradients are summed at the inputs of the experts.
     for axis, at in itertools.product(axes.summed, ("<in:0>", "<in:top_k_weights>")):
         plan.redistribute(f"{_EXPERTS}.{at}", whole, whole, axis, grad_src=part, grad_dst=whole)

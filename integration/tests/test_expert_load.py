@@ -1,0 +1,63 @@
+"""The load of experts in the records of a run: one device's, under any product."""
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import integration.data
+from integration.train.config import TrainConfig
+from integration.train.metrics import read_metrics
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, run_ranks
+
+TEXT = integration.data.__path__[0]
+ONE = {"data": TEXT, "steps": 2, "global_batch": 8, "micro_batch": 8, "final_checkpoint": False}
+
+
+def _run(runs):
+    import torch.distributed as dist
+
+    from integration.train.launch.world import World
+    from integration.train.loop import Trainer
+    from integration.train.setup import prepare
+    from integration.train.stop import StopRequest
+
+    world = World(dist.get_rank(), dist.get_world_size())
+    for options in runs:
+        config = TrainConfig(resume="never", **ONE | options)
+        Trainer(prepare(config, world.size), world).run(StopRequest())
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
+def test_shares_of_experts_are_those_of_one_device(tmp_path):
+    plan = {"model": "mixtral-tiny", "system": "plan"}
+    runs = {
+        "fsdp2": {"model": "mixtral-tiny", "system": "fsdp2", "micro_batch": 2},  # accumulates
+        "ep": plan | {"dp_shard": 2, "ep": 2, "micro_batch": 4},
+        "tp": plan | {"tp": 2, "activation_checkpointing": "full", "static": True},
+        "llama": {"model": "llama-tiny", "system": "fsdp2", "micro_batch": 4},
+        "pipeline": plan | {"pp_degree": 2},
+    }
+    on = {name: options | {"out": tmp_path / name} for name, options in runs.items()}
+    run_ranks(_run, 1, [{"model": "mixtral-tiny", "out": tmp_path / "one"}])
+    run_ranks(_run, 2, [*on.values()], timeout=240)
+    load = {
+        name: [record.expert_load for record in read_metrics(tmp_path / name)]
+        for name in ("one", *runs)
+    }
+    assert load.pop("llama") == load.pop("pipeline") == [None, None]
+    one = load.pop("one")
+    choices = 8 * 64 * 2  # of a step: a token has two
+    for layers in one:
+        assert [len(layer) for layer in layers] == [4, 4]
+        assert [sum(layer) for layer in layers] == pytest.approx([1, 1])
+        assert all(share * choices == round(share * choices) for layer in layers for share in layer)
+        assert len(set(layers[0])) > 1
+    for name, steps in load.items():
+        for found, expected in zip(steps, one, strict=True):
+            for layer, of_one in zip(found, expected, strict=True):
+                # Rounding changes the choice of a few tokens between nearly equal experts.
+                assert layer == pytest.approx(of_one, abs=3 / choices), name
+    events = EventAccumulator(str(tmp_path / "ep" / "tensorboard"))
+    events.Reload()
+    written = events.Scalars("expert load/layer 1, expert 3")
+    assert [one.value for one in written] == pytest.approx([step[1][3] for step in load["ep"]])
