@@ -27,7 +27,7 @@ def test_losses_are_those_of_native_fsdp2(script, tmp_path):
         pytest.skip(f"{framework} is not in this environment; `nox -s examples` has it")
     found = tmp_path / "found.json"
     command = [sys.executable, str(script), "--ranks", "2", "--steps", "3", "--json", str(found)]
-    subprocess.run(command, check=True, timeout=300)
-    compared = json.loads(found.read_text())
-    assert len(compared["fsdp"]["losses"]) == 3
-    assert compared["difference"] <= 1e-5
+    subprocess.run(command, check=True, timeout=900)
+    for compared in json.loads(found.read_text()):
+        assert len(compared["fsdp"]["losses"]) == 3
+        assert compared["difference"] <= compared["tolerance"] <= 5e-3
