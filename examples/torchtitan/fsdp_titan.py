@@ -20,8 +20,10 @@ from torchtitan.trainer import Trainer
 
 import fsdp
 from fsdp import optim
+from fsdp.integrations import check_version
 from plan_api import Plan, parallelize
 
+check_version("torchtitan")
 # Parameters that matrix optimizers leave to AdamW.
 NOT_MATRICES = r"norm|tok_embeddings|lm_head"
 

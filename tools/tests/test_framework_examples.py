@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from fsdp.integrations import TESTED
 from tools.workspace import ROOT
 
 SCRIPTS = sorted((ROOT / "examples").glob("*/train.py"))
@@ -16,6 +17,18 @@ def test_there_is_an_example_for_each_row_of_the_readme():
     rows = (ROOT / "examples" / "README.md").read_text()
     assert SCRIPTS
     assert all(f"| `{script.parent.name}` |" in rows for script in SCRIPTS)
+
+
+def test_the_versions_that_fsdp_calls_tested_are_those_pinned():
+    lines = [
+        line
+        for file in ("constraints.txt", "examples/requirements.txt")
+        for line in (ROOT / file).read_text().splitlines()
+    ]
+    pins = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    for framework, tested in TESTED.items():
+        assert pins[framework] in tested, framework
+    assert {script.parent.name for script in SCRIPTS} == set(TESTED)
 
 
 @pytest.mark.ranks

@@ -1,17 +1,10 @@
-"""Makes Hugging Face's accelerate and transformers call this package's `fully_shard`.
-
-``python -m fsdp.integrations SCRIPT [ARGUMENT ...]`` does so for a script that is not changed, also
-as ``accelerate launch -m fsdp.integrations SCRIPT ...`` and ``torchrun -m fsdp.integrations ...``.
-"""
+"""Makes Hugging Face's accelerate and transformers call this package's `fully_shard`."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import importlib.util
-import os
-import runpy
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp import api
+from fsdp.integrations.versions import check_version
 from ragged_shard import RaggedShard
 
 __all__ = ["install", "uninstall"]
@@ -63,7 +57,8 @@ def install() -> None:
       for a sharded model that transformers does not know to be sharded, which it would write from
       one rank while the others wait.
 
-    What is in transformers is replaced only where it is installed.
+    What is in transformers is replaced only where it is installed. Versions of accelerate and
+    transformers that were not tested are a warning, once.
 
     Raises:
         RuntimeError: this version of transformers lacks one of these.
@@ -76,6 +71,8 @@ def install() -> None:
             torch_fsdp, "register_fsdp_forward_method", api.register_fsdp_forward_method
         ),
     ]  # fmt: skip
+    for framework in ("accelerate", "transformers"):
+        check_version(framework)
     if importlib.util.find_spec("transformers") is not None:
         replacements += _transformers_replacements()
     for new in replacements:
@@ -312,18 +309,3 @@ def _checked_gather(native: Any) -> Any:
         return native(self, model_to_save, state_dict, distributed_config, **options)
 
     return gather_sharded_state_dict_for_save
-
-
-def _main() -> None:
-    """Runs the script that the command line names, with its arguments, after `install`."""
-    if len(sys.argv) < 2:
-        sys.exit("usage: python -m fsdp.integrations SCRIPT [ARGUMENT ...]")
-    # This module runs as __main__; the installed one is what the script may import.
-    importlib.import_module("fsdp.integrations").install()
-    sys.argv = sys.argv[1:]
-    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    _main()
