@@ -273,6 +273,46 @@ def test_loader_reads_the_rows_of_a_rank_from_tensors_and_single_experts():
         run_ranks(check, 2, units)
 
 
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_a_loaded_model_takes_whole_tensors_as_the_trainer_passes_them(tmp_path):
+    """When it resumes, and for the best model: FSDP2's raises on plain tensors then."""
+
+    def check(source):
+        import torch.distributed as dist
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers.distributed import DistributedConfig
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+        config = LlamaConfig(use_cache=False, vocab_size=51, num_attention_heads=4, **sizes)
+        torch.manual_seed(0)
+        other = LlamaForCausalLM(config)
+        whole = {name: value.clone() for name, value in other.state_dict().items()}
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                for param in other.parameters():
+                    param.add_(1)
+            other.save_pretrained(source)
+        dist.barrier()
+        integrations.install()
+        try:
+            model = LlamaForCausalLM.from_pretrained(
+                source, distributed_config=DistributedConfig(fsdp_size=2)
+            )
+            assert not model.load_state_dict(whole, strict=False).missing_keys
+            for name, param in model.named_parameters():
+                assert isinstance(param.placements[0], RaggedShard)
+                assert torch.equal(param.full_tensor(), whole[name])
+            with pytest.raises(RuntimeError, match=r"size mismatch|mixed torch.Tensor"):
+                model.load_state_dict({"lm_head.weight": torch.zeros(50, 32)}, strict=False)
+            tokens = torch.arange(16).view(2, 8)
+            model(tokens, labels=tokens).loss.backward()  # still shards of its groups
+        finally:
+            integrations.uninstall()
+
+    run_ranks(check, 2, str(tmp_path / "source"), timeout=200)
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")  # transformers' own
