@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 
@@ -29,6 +30,16 @@ def test_the_versions_that_fsdp_calls_tested_are_those_pinned():
     for framework, tested in TESTED.items():
         assert pins[framework] in tested, framework
     assert {script.parent.name for script in SCRIPTS} == set(TESTED)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.parent.name)
+def test_a_page_begins_with_pip_and_has_the_command_and_the_tested_version(script):
+    name = script.parent.name
+    text = (ROOT / "docs" / "frameworks" / f"{name}.md").read_text()
+    command = f"python {script.relative_to(ROOT)} --ranks 2 --steps 4"
+    assert 0 < text.index("pip install") < text.index(command)
+    index = (ROOT / "docs" / "frameworks" / "index.md").read_text()
+    assert re.search(rf"^\| \w+ \| {TESTED[name]} \| .*\({name}\.md\) \|$", index, re.MULTILINE)
 
 
 @pytest.mark.ranks

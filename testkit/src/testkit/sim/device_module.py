@@ -155,10 +155,8 @@ class DeviceModule(ModuleType):
     def memory_stats(self, device: Any = None) -> dict[str, int]:
         now, peak = self._core.memory(_index(device))[:2]
         kinds = ("allocated_bytes", "active_bytes", "reserved_bytes")  # nothing is cached
-        moments = {"current": now, "peak": peak}
-        return {
-            f"{kind}.all.{moment}": int(size) for kind in kinds for moment, size in moments.items()
-        }
+        sizes = {"current": now, "peak": peak}
+        return {f"{kind}.all.{when}": int(size) for kind in kinds for when, size in sizes.items()}
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         torch.accelerator.reset_peak_memory_stats(torch.device(NAME, _index(device)))
