@@ -62,7 +62,7 @@ def test_a_project_that_did_not_run_keeps_its_results_and_their_commit(
 
 def test_a_run_of_some_modules_replaces_theirs_only(report, tmp_path, monkeypatch):
     for commit, names in (("1a", ("passed", "failed")), ("2b", ("skipped",))):
-        monkeypatch.setattr("tools.nightly_record._commit", lambda commit=commit: commit)
+        monkeypatch.setattr("tools.nightly_record.commit_of_tree", lambda _, commit=commit: commit)
         main([report(*names)], pages=tmp_path, of_modules=True)
     modules = read(tmp_path / "nightly.json").slow["a"]
     found = {name: (one.commit, one.counts.failed) for name, one in modules.items()}
