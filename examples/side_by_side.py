@@ -2,7 +2,8 @@
 
 An example calls `main` with a function that trains for some steps and returns the losses. Started
 by hand, the script starts ranks of itself by torchrun, once for each system; a rank calls the
-function and writes what it measured.
+function and writes what it measured. ``--json FILE`` writes the comparisons, of
+which ``tools.example_results`` makes a page.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 SYSTEMS = ("native", "fsdp")
+TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -37,42 +39,92 @@ class Run:
     mib: float
 
 
-def main(train: Callable[[str, int], Sequence[float]], *, tolerance: float = 1e-5) -> None:
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs of one case.
+
+    Attributes:
+        case: its name, such as that of an optimizer; empty where an example has one.
+        native: with the framework's FSDP2.
+        fsdp: with this package.
+        tolerance: largest difference of a loss that is no error.
+        load: of the machine, its mean over the last minute of the runs.
+    """
+
+    case: str
+    native: Run
+    fsdp: Run
+    tolerance: float
+    load: float
+
+    @property
+    def difference(self) -> float:
+        """The largest difference of a loss; not a number if a run has one that is not."""
+        return max(
+            abs(one - other)
+            for one, other in zip(self.native.losses, self.fsdp.losses, strict=True)
+        )
+
+    def is_equal(self, steps: int) -> bool:
+        """Returns whether both have a loss for each of some steps, within the tolerance."""
+        return len(self.fsdp.losses) == steps and self.difference <= self.tolerance
+
+
+def main(train: Callable[..., Sequence[float]], cases: Mapping[str, float] | None = None) -> None:
     """Compares training with ``"native"`` and with ``"fsdp"``; exits with 1 if losses differ.
 
     Args:
-        train: called on each rank with the system and the number of steps; returns the losses.
-        tolerance: largest difference of a loss.
+        train: called on each rank with the system and the number of steps, and with the case if
+            there are cases; returns the losses.
+        cases: the largest difference of a loss, by the names of cases; None: one case without a
+            name.
     """
+    tolerances = {"": TOLERANCE} if cases is None else cases
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--json", type=Path, help="where to write the comparison")
+    parser.add_argument("--case", choices=list(tolerances), help="by default all of them")
+    parser.add_argument("--json", type=Path, help="where to write the comparisons")
     parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)  # of a rank
     options = parser.parse_args()
     if options.system is not None:
         _run_rank(train, options)
         return
-    runs = {system: _start(system, options) for system in SYSTEMS}
-    for system, run in runs.items():
-        losses = " ".join(f"{loss:.6f}" for loss in run.losses)
-        print(f"{system:>8}: losses {losses}; {run.seconds:.1f} s; {run.mib:.0f} MiB a rank")
-    native, own = (runs[system].losses for system in SYSTEMS)
-    difference = max(abs(one - other) for one, other in zip(native, own, strict=True))
-    print(f"largest difference of a loss: {difference:.1e}")
+    found = []
+    for case in tolerances if options.case is None else (options.case,):
+        native, own = (_start(system, case, options) for system in SYSTEMS)
+        found.append(Comparison(case, native, own, tolerances[case], os.getloadavg()[0]))
+        _print(found[-1])
     if options.json is not None:
-        found = {system: asdict(run) for system, run in runs.items()}
-        options.json.write_text(json.dumps(found | {"difference": difference}, indent=1) + "\n")
-    if difference > tolerance or len(own) != options.steps:
-        sys.exit(f"error: expected {options.steps} losses within {tolerance:g} of native FSDP2's")
+        written = [asdict(one) | {"difference": one.difference} for one in found]
+        options.json.write_text(json.dumps(written, indent=1) + "\n")
+    wrong = [one for one in found if not one.is_equal(options.steps)]
+    if wrong:
+        sys.exit(
+            "\n".join(
+                f"error: {one.case or 'losses'}: expected {options.steps} losses within "
+                f"{one.tolerance:g} of native FSDP2's, got {one.difference:.1e}"
+                for one in wrong
+            )
+        )
 
 
-def _start(system: str, options: argparse.Namespace) -> Run:
+def _print(comparison: Comparison) -> None:
+    for system in SYSTEMS:
+        run: Run = getattr(comparison, system)
+        losses = " ".join(f"{loss:.6f}" for loss in run.losses)
+        name = f"{comparison.case} {system}".strip()
+        print(f"{name:>16}: losses {losses}; {run.seconds:.1f} s; {run.mib:.0f} MiB a rank")
+    print(f"largest difference of a loss: {comparison.difference:.1e}", flush=True)
+
+
+def _start(system: str, case: str, options: argparse.Namespace) -> Run:
     """Starts ranks of this script; returns what they measured."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(options.ranks), sys.argv[0], "--system", system]
         command += ["--steps", str(options.steps), "--json", str(Path(folder) / "run")]
+        command += ["--case", case] if case else []
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         subprocess.run(command, check=True, env=environment)
         runs = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
@@ -83,9 +135,10 @@ def _start(system: str, options: argparse.Namespace) -> Run:
     )
 
 
-def _run_rank(train: Callable[[str, int], Sequence[float]], options: argparse.Namespace) -> None:
+def _run_rank(train: Callable[..., Sequence[float]], options: argparse.Namespace) -> None:
+    case = () if options.case is None else (options.case,)
     before, started = _peak_mib(), time.perf_counter()
-    losses = [float(loss) for loss in train(options.system, options.steps)]
+    losses = [float(loss) for loss in train(options.system, options.steps, *case)]
     run = Run(losses, time.perf_counter() - started, _peak_mib() - before)
     file: Path = options.json
     file.with_name(f"{file.name}-{os.environ['RANK']}").write_text(json.dumps(asdict(run)))

@@ -12,7 +12,6 @@ import argparse
 import datetime
 import json
 import os
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
@@ -22,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 
 from tools.test_counts import Counts
-from tools.workspace import ROOT
+from tools.workspace import ROOT, commit_of_tree
 
 PAGES = ROOT / "docs" / "support"
 
@@ -68,7 +67,7 @@ class Record:
 
 def read_reports(reports: Iterable[Path]) -> dict[str, Result]:
     """The results in JUnit files of pytest's, by the module of the tests."""
-    commit = _commit()
+    commit = commit_of_tree("docs/support/nightly.*")
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     cores = os.cpu_count() or 1
     found: dict[str, tuple[Counts, float]] = {}
@@ -84,20 +83,6 @@ def read_reports(reports: Iterable[Path]) -> dict[str, Result]:
         name: Result(counts, seconds, today, commit, version("torch"), cores)
         for name, (counts, seconds) in found.items()
     }
-
-
-def _commit() -> str:
-    """The commit of the working tree, with -dirty where more than the record differs from it."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    changed = git(
-        "status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/support/nightly.*"
-    )
-    return git("describe", "--always") + ("-dirty" if changed else "")
 
 
 def read(path: Path) -> Record:

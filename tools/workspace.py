@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import re
+import subprocess
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,22 @@ def normalised(requirement: str) -> str:
     if found is None:
         raise ValueError(f"no distribution name in requirement {requirement!r}")
     return re.sub(r"[-_.]+", "-", found[0]).lower()
+
+
+def commit_of_tree(record: str) -> str:
+    """The commit of the working tree, with -dirty where more than a record differs from it.
+
+    Args:
+        record: a pattern of files, from the root, that the run itself writes.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{record}")
+    return git("describe", "--always") + ("-dirty" if changed else "")
 
 
 @dataclass(frozen=True)

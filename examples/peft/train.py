@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as native_fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp
+from fsdp.integrations import check_version
 
 sys.path.append(str(Path(__file__).parents[1]))
 from side_by_side import main
@@ -31,6 +32,7 @@ def train(system: str, steps: int) -> list[float]:
     torch.manual_seed(0)
     adapters = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=True)
     model = get_peft_model(LlamaForCausalLM(CONFIG), adapters)
+    check_version("peft")
     fully_shard = fsdp.fully_shard if system == "fsdp" else native_fully_shard
     for layer in model.base_model.model.model.layers:
         fully_shard(layer, mesh=mesh)

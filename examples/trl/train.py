@@ -42,6 +42,7 @@ def train(system: str, steps: int) -> list[float]:
     dist.init_process_group("gloo")
     if system == "fsdp":
         integrations.install()  # the one line
+        integrations.check_version("trl")
     names: list[str] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(names)
     folder, tokenizer = Path(names[0]), make_tokenizer()

@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
+from fsdp.integrations import TESTED
 from tools.workspace import ROOT
 
 SCRIPTS = sorted((ROOT / "examples").glob("*/train.py"))
@@ -18,6 +20,28 @@ def test_there_is_an_example_for_each_row_of_the_readme():
     assert all(f"| `{script.parent.name}` |" in rows for script in SCRIPTS)
 
 
+def test_the_versions_that_fsdp_calls_tested_are_those_pinned():
+    lines = [
+        line
+        for file in ("constraints.txt", "examples/requirements.txt")
+        for line in (ROOT / file).read_text().splitlines()
+    ]
+    pins = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    for framework, tested in TESTED.items():
+        assert pins[framework] in tested, framework
+    assert {script.parent.name for script in SCRIPTS} == set(TESTED)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.parent.name)
+def test_a_page_begins_with_pip_and_has_the_command_and_the_tested_version(script):
+    name = script.parent.name
+    text = (ROOT / "docs" / "frameworks" / f"{name}.md").read_text()
+    command = f"python {script.relative_to(ROOT)} --ranks 2 --steps 4"
+    assert 0 < text.index("pip install") < text.index(command)
+    index = (ROOT / "docs" / "frameworks" / "index.md").read_text()
+    assert re.search(rf"^\| \w+ \| {TESTED[name]} \| .*\({name}\.md\) \|$", index, re.MULTILINE)
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.parent.name)
@@ -27,7 +51,7 @@ def test_losses_are_those_of_native_fsdp2(script, tmp_path):
         pytest.skip(f"{framework} is not in this environment; `nox -s examples` has it")
     found = tmp_path / "found.json"
     command = [sys.executable, str(script), "--ranks", "2", "--steps", "3", "--json", str(found)]
-    subprocess.run(command, check=True, timeout=300)
-    compared = json.loads(found.read_text())
-    assert len(compared["fsdp"]["losses"]) == 3
-    assert compared["difference"] <= 1e-5
+    subprocess.run(command, check=True, timeout=900)
+    for compared in json.loads(found.read_text()):
+        assert len(compared["fsdp"]["losses"]) == 3
+        assert compared["difference"] <= compared["tolerance"] <= 5e-3

@@ -47,11 +47,11 @@ def test_a_project_that_did_not_run_keeps_its_results_and_their_commit(
     report, tmp_path, monkeypatch
 ):
     for commit, names, file in (("1a", ("also", "failed"), "slow-a.xml"), ("2b", (), "slow-b.xml")):
-        monkeypatch.setattr("tools.nightly_record._commit", lambda commit=commit: commit)
+        monkeypatch.setattr("tools.nightly_record.commit_of_tree", lambda _, commit=commit: commit)
         main([report("passed", *names, file=file)], pages=tmp_path)
     of_a, of_b = read(tmp_path / "nightly.json").slow.values()
     assert [of_a["a.test_x"].commit, of_b["a.test_x"].commit] == ["1a", "2b"]
-    monkeypatch.setattr("tools.nightly_record._commit", lambda: "3c")
+    monkeypatch.setattr("tools.nightly_record.commit_of_tree", lambda _: "3c")
     main([report("passed")], pages=tmp_path)
     of_a, of_b = read(tmp_path / "nightly.json").slow.values()
     assert {name: one.commit for name, one in of_a.items()} == {"a.test_x": "3c"}
@@ -62,7 +62,7 @@ def test_a_project_that_did_not_run_keeps_its_results_and_their_commit(
 
 def test_a_run_of_some_modules_replaces_theirs_only(report, tmp_path, monkeypatch):
     for commit, names in (("1a", ("passed", "failed")), ("2b", ("skipped",))):
-        monkeypatch.setattr("tools.nightly_record._commit", lambda commit=commit: commit)
+        monkeypatch.setattr("tools.nightly_record.commit_of_tree", lambda _, commit=commit: commit)
         main([report(*names)], pages=tmp_path, of_modules=True)
     modules = read(tmp_path / "nightly.json").slow["a"]
     found = {name: (one.commit, one.counts.failed) for name, one in modules.items()}

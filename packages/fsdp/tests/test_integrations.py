@@ -1,6 +1,7 @@
 """`fsdp.integrations`: Hugging Face's Trainer trains, saves and resumes as with native FSDP2."""
 
 import functools
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp import integrations
+from fsdp.integrations import versions
 from ragged_shard import RaggedShard
 from testkit import run_python, run_ranks
 
@@ -153,6 +155,48 @@ def test_a_script_that_is_not_changed_runs_with_this_package(tmp_path):
     )
 
 
+def installed_version(monkeypatch, framework, version):
+    """Lets a framework's installed version be another, of which nothing has warned."""
+    monkeypatch.setattr(versions, "_warned", set())
+    found = {framework: version}
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found.get(name) or real(name))
+
+
+@pytest.mark.parametrize("version", ["5.22.9", "5.24.0.dev0", "6.23", "6"])
+def test_a_version_that_was_not_tested_warns_once_with_what_was(monkeypatch, version):
+    installed_version(monkeypatch, "transformers", version)
+    with pytest.warns(UserWarning, match=rf"expected transformers 5\.23, .* got {version};"):
+        integrations.install()
+    integrations.uninstall()
+    integrations.install()  # a second warning would be an error
+    integrations.uninstall()
+
+
+@pytest.mark.parametrize("version", ["5.23.0", "5.23.7", "5.23rc1"])
+def test_a_tested_version_does_not_warn(monkeypatch, version):
+    installed_version(monkeypatch, "transformers", version)
+    integrations.check_version("transformers")
+
+
+def test_ranges_have_their_ends_and_what_is_between():
+    tested = versions.VersionRange((1, 9), (2, 1))
+    assert str(tested) == "1.9 to 2.1"
+    inside = {number: number in tested for number in ("1.8", "1.9.4", "1.10", "2", "2.1.1", "2.2")}
+    assert list(inside.values()) == [False, True, True, True, True, False]
+
+
+def test_frameworks_without_tested_versions_are_refused_and_those_not_installed_pass(monkeypatch):
+    with pytest.raises(ValueError, match=r"expected one of accelerate, .* got 'keras'"):
+        integrations.check_version("keras")
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    integrations.check_version("trl")
+
+
 def test_uninstall_restores_what_install_lists():
     before = _attributes()
     integrations.install()
@@ -227,6 +271,46 @@ def test_loader_reads_the_rows_of_a_rank_from_tensors_and_single_experts():
 
     for units in [(3, 1), (4, 0)]:
         run_ranks(check, 2, units)
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_a_loaded_model_takes_whole_tensors_as_the_trainer_passes_them(tmp_path):
+    """When it resumes, and for the best model: FSDP2's raises on plain tensors then."""
+
+    def check(source):
+        import torch.distributed as dist
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers.distributed import DistributedConfig
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+        config = LlamaConfig(use_cache=False, vocab_size=51, num_attention_heads=4, **sizes)
+        torch.manual_seed(0)
+        other = LlamaForCausalLM(config)
+        whole = {name: value.clone() for name, value in other.state_dict().items()}
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                for param in other.parameters():
+                    param.add_(1)
+            other.save_pretrained(source)
+        dist.barrier()
+        integrations.install()
+        try:
+            model = LlamaForCausalLM.from_pretrained(
+                source, distributed_config=DistributedConfig(fsdp_size=2)
+            )
+            assert not model.load_state_dict(whole, strict=False).missing_keys
+            for name, param in model.named_parameters():
+                assert isinstance(param.placements[0], RaggedShard)
+                assert torch.equal(param.full_tensor(), whole[name])
+            with pytest.raises(RuntimeError, match=r"size mismatch|mixed torch.Tensor"):
+                model.load_state_dict({"lm_head.weight": torch.zeros(50, 32)}, strict=False)
+            tokens = torch.arange(16).view(2, 8)
+            model(tokens, labels=tokens).loss.backward()  # still shards of its groups
+        finally:
+            integrations.uninstall()
+
+    run_ranks(check, 2, str(tmp_path / "source"), timeout=200)
 
 
 @pytest.mark.slow

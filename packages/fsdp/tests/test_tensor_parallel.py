@@ -52,9 +52,16 @@ def _train(model, rank, ranks):
         optimizer.zero_grad()
 
 
-def test_fsdp_with_tp_trains_as_on_one_device():
-    def check():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+@pytest.mark.parametrize("unflattened", [False, True])
+def test_fsdp_with_tp_trains_as_on_one_device(unflattened):
+    """The root of a mesh that was unflattened, as torchtitan does, has one axis of all ranks."""
+
+    def check(unflattened):
+        if unflattened:
+            world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+            mesh = world._unflatten(0, (2, 2), ("dp", "tp"))
+        else:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = _model()
         for block in model:
             parallelize_module(
@@ -70,7 +77,7 @@ def test_fsdp_with_tp_trains_as_on_one_device():
         for (name, mine), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(mine.full_tensor(), wanted, rtol=1e-4, atol=1e-5, msg=name)
 
-    run_ranks(check, 4, timeout=120)
+    run_ranks(check, 4, unflattened, timeout=120)
 
 
 def test_gathered_dtensors_have_the_dtype_of_mixed_precision():

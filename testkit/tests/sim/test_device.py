@@ -82,6 +82,41 @@ def test_operators_that_view_resize_and_write():
     assert pinned == (True, False)
 
 
+def test_tensors_that_are_conjugated_or_negated_lazily():
+    def check():
+        x = torch.tensor([1 + 2j, 3 - 1j], device="sim", requires_grad=True)
+        (x * x.conj() * 1j).imag.sum().backward()
+        lazy = x.detach().conj()
+        copied = torch.zeros_like(lazy)
+        copied.copy_(lazy)
+        into = torch.zeros(2, dtype=x.dtype, device="sim").conj()
+        into.copy_(x.detach())
+        return [one.cpu().resolve_conj() for one in (x.grad, lazy, copied, into, lazy.imag)]
+
+    x = torch.tensor([1 + 2j, 3 - 1j])
+    ((grad, lazy, copied, into, imaginary),) = run_sim_ranks(check, 1)
+    assert torch.equal(grad, 2 * x)
+    assert torch.equal(lazy, x.conj())
+    assert torch.equal(copied, x.conj())
+    assert torch.equal(into, x)
+    assert torch.equal(imaginary, -x.imag)
+
+
+def test_memory_statistics_have_torch_cudas_names():
+    def check():
+        device = torch.get_device_module("sim")
+        device.reset_peak_memory_stats()
+        small = torch.empty(1 << 10, device="sim")
+        torch.empty(1 << 12, device="sim")
+        found = device.memory_stats()
+        return found, device.memory_allocated(), device.max_memory_allocated(), small.nbytes
+
+    ((found, now, peak, nbytes),) = run_sim_ranks(check, 1)
+    assert peak - now >= (1 << 14) - nbytes > 0
+    assert found["active_bytes.all.current"] == found["reserved_bytes.all.current"] == now
+    assert found["active_bytes.all.peak"] == found["allocated_bytes.all.peak"] == peak
+
+
 def test_streams_devices_and_generators():
     def check():
         device = torch.get_device_module("sim")

@@ -152,6 +152,12 @@ class DeviceModule(ModuleType):
     memory_reserved = memory_allocated  # nothing is cached
     max_memory_reserved = max_memory_allocated
 
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        now, peak = self._core.memory(_index(device))[:2]
+        kinds = ("allocated_bytes", "active_bytes", "reserved_bytes")  # nothing is cached
+        sizes = {"current": now, "peak": peak}
+        return {f"{kind}.all.{when}": int(size) for kind in kinds for when, size in sizes.items()}
+
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         torch.accelerator.reset_peak_memory_stats(torch.device(NAME, _index(device)))
 

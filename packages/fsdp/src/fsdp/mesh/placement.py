@@ -180,9 +180,12 @@ def placement_of(param: DTensor, mesh: DeviceMesh, name: str) -> ParamPlacement:
                     f"{fsdp_names} flattens {flattened}; expected axes that follow each other"
                 )
             joined = _with_flattened(mesh, param.device_mesh, flattened)
-        else:
-            both = (*fsdp_names, *names)
-            joined = root[tuple(n for n in root.mesh_dim_names or () if n in both)]
+        elif common:
+            joined = param.device_mesh
+        elif set(fsdp_names + names) <= set(root.mesh_dim_names or ()):
+            joined = root[tuple(n for n in root.mesh_dim_names or () if n in fsdp_names + names)]
+        else:  # slices of a mesh that was unflattened: the root has one axis of all ranks
+            joined = DeviceMesh._concatenate([mesh, param.device_mesh])
         inner_placements = tuple(others[n] for n in joined.mesh_dim_names or () if n in others)
         inner = Inner(joined, inner_placements, tuple(param.shape))
     spec = DTensorSpec(param.device_mesh, placements, tensor_meta=param._spec.tensor_meta)

@@ -242,6 +242,17 @@ void wait_for_host(const at::Tensor& device) {
   report({Kind::kSyncStream, index, current_stream(index).id(), 0, 0, 0, "copy"});
 }
 
+// The host's tensor, conjugated or negated lazily as the device's is.
+at::Tensor with_lazy_bits(const at::Tensor& tensor) {
+  if (!is_sim(tensor)) {
+    return tensor;
+  }
+  at::Tensor host = host_alias(tensor);
+  host._set_conj(tensor.is_conj());
+  host._set_neg(tensor.is_neg());
+  return host;
+}
+
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
   if (is_sim(self)) {
     report_access(self, Kind::kRead, "copy");
@@ -249,9 +260,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
   if (is_sim(to)) {
     report_access(to, Kind::kWrite, "copy");
   }
-  const at::Tensor from = is_sim(self) ? host_alias(self) : self;
-  at::Tensor target = is_sim(to) ? host_alias(to) : to;
-  target.copy_(from);
+  with_lazy_bits(to).copy_(with_lazy_bits(self));
   // Between devices nobody waits; with the host, a copy that may not block needs pinned memory.
   if (is_sim(self) != is_sim(to) && !(non_blocking && (is_sim(self) ? to : self).is_pinned())) {
     wait_for_host(is_sim(self) ? self : to);
@@ -422,6 +431,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 // Under autocast the host's matrix products and attention, in the dtype of the context.
+// torch's fallback resolves lazy bits by a copy, which is this operator again.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }

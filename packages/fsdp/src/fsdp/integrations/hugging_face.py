@@ -1,17 +1,10 @@
-"""Makes Hugging Face's accelerate and transformers call this package's `fully_shard`.
-
-``python -m fsdp.integrations SCRIPT [ARGUMENT ...]`` does so for a script that is not changed, also
-as ``accelerate launch -m fsdp.integrations SCRIPT ...`` and ``torchrun -m fsdp.integrations ...``.
-"""
+"""Makes Hugging Face's accelerate and transformers call this package's `fully_shard`."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import importlib.util
-import os
-import runpy
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp import api
+from fsdp.integrations.versions import check_version
 from ragged_shard import RaggedShard
 
 __all__ = ["install", "uninstall"]
@@ -55,7 +49,8 @@ def install() -> None:
       accelerate and the Trainer look them up;
     - ``apply_fully_sharded_data_parallelism`` of ``transformers.distributed.mixin``, which then
       calls this package's `fully_shard`, with slices of dim 0 on one rank each and tied weights in
-      one call;
+      one call, and lets the model's ``load_state_dict`` take whole tensors, which the Trainer
+      passes when it resumes and for the best model;
     - ``DtensorShardOperation`` of ``transformers.core_model_loading``, by a subclass that reads
       from a checkpoint the rows that a rank has under a `RaggedShard`; and
       ``set_param_for_module`` there, for ranks that have no rows;
@@ -63,7 +58,8 @@ def install() -> None:
       for a sharded model that transformers does not know to be sharded, which it would write from
       one rank while the others wait.
 
-    What is in transformers is replaced only where it is installed.
+    What is in transformers is replaced only where it is installed. Versions of accelerate and
+    transformers that were not tested are a warning, once.
 
     Raises:
         RuntimeError: this version of transformers lacks one of these.
@@ -76,6 +72,8 @@ def install() -> None:
             torch_fsdp, "register_fsdp_forward_method", api.register_fsdp_forward_method
         ),
     ]  # fmt: skip
+    for framework in ("accelerate", "transformers"):
+        check_version(framework)
     if importlib.util.find_spec("transformers") is not None:
         replacements += _transformers_replacements()
     for new in replacements:
@@ -142,9 +140,12 @@ def _with_tied_weights(sharding: Any, native: Any) -> Any:
         original = sharding.fully_shard
         sharding.fully_shard = functools.partial(_shard_with_tied, owners)
         try:
-            return native(model, *args, **kwargs)
+            sharded = native(model, *args, **kwargs)
         finally:
             sharding.fully_shard = original
+        # The Trainer loads whole tensors when it resumes, and the best model.
+        model.register_load_state_dict_pre_hook(_shard_whole_tensors)
+        return sharded
 
     return apply
 
@@ -180,6 +181,40 @@ def _shard_with_tied(
     )
 
 
+def _local_slices(param: DTensor) -> tuple[slice, ...]:
+    """Returns which part of a sharded parameter this rank has, a slice for each dim."""
+    shape, offset = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )
+    return tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
+
+
+def _shard_whole_tensors(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Replaces whole tensors, which every rank has, by DTensors of the parameters' placements.
+
+    It is a pre-hook of `load_state_dict`, and communicates nothing. Tensors of another shape are
+    left for the errors of `load_state_dict`.
+    """
+    for name, param in module.named_parameters(remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        if not _is_ragged(param) or not isinstance(value, torch.Tensor):
+            continue
+        if isinstance(value, DTensor) or value.shape != param.shape:
+            continue
+        sharded: Any = param.data
+        local = value[_local_slices(sharded)].to(sharded.to_local()).contiguous()
+        state_dict[prefix + name] = DTensor.from_local(
+            local,
+            sharded.device_mesh,
+            sharded.placements,
+            run_check=False,
+            shape=sharded.shape,
+            stride=sharded.stride(),
+        )
+
+
 def _ragged_operation(native: Any) -> Any:
     """Returns a subclass of transformers' DtensorShardOperation that reads ragged shards."""
     return type("RaggedShardOperation", (_RaggedShardReader, native), {})
@@ -201,12 +236,7 @@ class _RaggedShardReader:
         self._slices: tuple[slice, ...] | None = None
         if not _is_ragged(param):
             return
-        shape, offset = compute_local_shape_and_global_offset(
-            param.shape, self.device_mesh, self.placements
-        )
-        self._slices = tuple(
-            slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True)
-        )
+        self._slices = _local_slices(param)
         self._sharded_dims = {0} | {p.dim for p in self.placements if isinstance(p, Shard)}
         self._global_shape = tuple(param.shape)
 
@@ -312,18 +342,3 @@ def _checked_gather(native: Any) -> Any:
         return native(self, model_to_save, state_dict, distributed_config, **options)
 
     return gather_sharded_state_dict_for_save
-
-
-def _main() -> None:
-    """Runs the script that the command line names, with its arguments, after `install`."""
-    if len(sys.argv) < 2:
-        sys.exit("usage: python -m fsdp.integrations SCRIPT [ARGUMENT ...]")
-    # This module runs as __main__; the installed one is what the script may import.
-    importlib.import_module("fsdp.integrations").install()
-    sys.argv = sys.argv[1:]
-    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    _main()

@@ -1,0 +1,116 @@
+"""torchtitan: its LLaMA 3 debug model, with its own FSDP2 and with a module out of its tree.
+
+Run ``python examples/torchtitan/train.py --ranks 2 --steps 4``. The module is `fsdp_titan`. Where
+there is no accelerator ranks have testkit's simulated one, because torchtitan needs a device.
+"""
+
+import functools
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import dist_rng
+
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+from side_by_side import main
+
+TEXTS = [f"{number} and {number % 7} are {number + number % 7}. " * 20 for number in range(400)]
+# Largest difference of a loss. Under FSDP2 rank boundaries split blocks of 8-bit states; Muon's and
+# SOAP's iterations amplify the last bit of the norm of all gradients, which is summed otherwise.
+CASES = {"adamw": 1e-5, "tp": 1e-5, "adam8bit": 5e-3, "muon": 1e-3, "soap": 5e-3}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer of the digits and letters of the texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    special = trainers.BpeTrainer(vocab_size=512, special_tokens=["<s>", "</s>"])
+    tokenizer.train_from_iterator(TEXTS, special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+
+
+def train(system: str, steps: int, case: str) -> list[float]:
+    """Trains on all ranks; returns the losses that torchtitan logs, means over tokens."""
+    dist_rng.install()  # both systems begin with one device's weights
+    if not hasattr(dist, "set_timeout"):
+        dist.set_timeout = lambda timeout, group: None  # torch 2.14's; time-outs are not shortened
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None:
+        return _train(system, steps, case)
+    from dist_rng.emulation.device import emulated_device
+    from testkit import sim
+
+    sim.load()  # before torchtitan is imported, which looks for a device then
+    with emulated_device(dist_rng.Geometry.H100):  # it has no generator of a GPU's kind
+        return _train(system, steps, case)
+
+
+def _train(system: str, steps: int, case: str) -> list[float]:
+    from datasets import Dataset
+    from torchtitan.config import ConfigManager
+    from torchtitan.hf_datasets import DatasetConfig
+    from torchtitan.hf_datasets.text_datasets import DATASETS
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    data = Dataset.from_dict({"text": TEXTS})
+    DATASETS["texts"] = DatasetConfig("", lambda path: data, lambda sample: sample["text"])
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
+        options = {
+            "module": "fsdp_titan",
+            "config": "adamw" if case == "tp" else case,
+            "parallelism.tensor-parallel-degree": "2" if case == "tp" else "1",
+            "hf-assets-path": folder,
+            "dump-folder": folder,
+            "dataloader.dataset": "texts",
+            "training.local-batch-size": "2",
+            "training.seq-len": "128",
+            "training.steps": str(steps),
+            "training.mixed-precision-param": "float32",
+            "debug.seed": "0",
+        }
+        arguments = [f"--{name}={value}" for name, value in options.items()]
+        config = ConfigManager().parse_args([*arguments, "--validator.no-enable"])
+        is_simulated = torch.accelerator.current_accelerator().type == "sim"
+        if system == "native":
+            own = functools.partial(_parallelize_natively, is_simulated)
+            config.model_spec.parallelize_fn = own
+        if is_simulated:
+            for layer in config.model_spec.model.layers:  # FlexAttention has no backward there
+                layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        trainer = config.build()
+        losses: list[float] = []
+        log = trainer.metrics_processor.log
+
+        def record(step: int, loss: float, *rest: object, **options: object) -> None:
+            losses.append(loss)
+            log(step, loss, *rest, **options)
+
+        trainer.metrics_processor.log = record
+        trainer.train()
+        trainer.close()
+    dist.destroy_process_group()
+    return losses
+
+
+def _parallelize_natively(is_simulated: bool, model: nn.Module, **options: Any) -> nn.Module:
+    """Calls torchtitan's own ``parallelize_fn``."""
+    from torchtitan.models.llama3 import parallelize_llama
+
+    model = parallelize_llama(model, **options)
+    for module in model.modules():
+        if is_simulated and isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # else NCCL's PREMUL_SUM
+    return model
+
+
+if __name__ == "__main__":
+    main(train, CASES)
