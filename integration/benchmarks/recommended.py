@@ -1,24 +1,32 @@
 """Recommendations beside measurements: ``recommended.py --json FILE``.
 
-Every way to train on 2 gloo ranks that the trainer accepts is predicted and measured, in turns:
-processor time of a rank's step (the mean over ranks of the median of its steps) and bytes that a
-rank sends. Prints the measured time of the best prediction over that of the best measurement.
+Every way to train on 2 gloo ranks that the trainer accepts is predicted and measured, in turns, in
+the same two processes: processor time of a rank's step (the mean over ranks of the median of its
+steps), its wall time, and bytes that a rank sends. Prints the measured time of the best prediction
+over that of the best measurement; processor time is predicted without waiting for other stages.
 """
 
 import argparse
 import json
 import os
 import statistics
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from product_cases import Case
-from product_processes import cost_of, run, start_server
+from product_prediction import Cost
+from product_processes import cost_of, start_server
+from product_rank import RankRun, train
 
 from integration.recommend.options import RecommendOptions, prepare
 from integration.recommend.output import microbatches, options_of, product
 from integration.recommend.prediction import Prediction
 from integration.recommend.search import recommend
+from integration.train.session import restore_torch
+from testkit import free_port
 
 _RANKS, _SAMPLES, _ALL = 2, 8, 1000
 # Those of a recommendation, which `Case` adds itself.
@@ -41,53 +49,82 @@ def case_of(made: Prediction) -> Case:
     return Case(" ".join(filter(None, words)), _RANKS, own, samples=_SAMPLES)
 
 
-def rows_of(model: str, *, steps: int, rounds: int, top: int) -> list[dict[str, Any]]:
+def train_in_turns(
+    rank: int, ports: Sequence[int], options: Sequence[dict[str, Any]], steps: int
+) -> list[RankRun]:
+    """Trains with each of these options, on this rank, one after another."""
+    found = []
+    for number, (port, each) in enumerate(zip(ports, options, strict=True), 1):
+        restore_torch()
+        found.append(train(rank, _RANKS, port, each, steps))
+        if rank == 0:
+            print(f"{number}/{len(ports)}: {found[-1].cpu_ms:.1f} ms", flush=True)
+    return found
+
+
+def measure(cases: Sequence[Case], model: str, steps: int) -> list[tuple[Cost, float]]:
+    """Returns the mean over ranks of each case, and the wall time of the slower one."""
+    ports = [free_port() for _ in cases]
+    options = [case.options_of(model) for case in cases]
+    with ProcessPoolExecutor(_RANKS, get_context("forkserver")) as pool:
+        futures = [
+            pool.submit(train_in_turns, rank, ports, options, steps) for rank in range(_RANKS)
+        ]
+        ranks = [future.result() for future in futures]
+    return [
+        (cost_of(of_case), max(rank.wall_ms for rank in of_case))
+        for of_case in zip(*ranks, strict=True)
+    ]
+
+
+def rows_of(model: str, *, steps: int, rounds: int) -> list[dict[str, Any]]:
     """Measures the candidates of a model in turns; returns a row for each, by predicted time."""
-    made = predictions(model)[:top]
+    made = predictions(model)
     cases = [case_of(each) for each in made]
-    found: list[list[float]] = [[] for _ in cases]
-    sent = [0.0] * len(cases)
-    for number in range(rounds):
-        for place, case in enumerate(cases):
-            cost = cost_of(run(case, model, steps=steps))
-            found[place].append(cost.cpu_ms)
-            sent[place] = cost.nbytes
-            done = number * len(cases) + place + 1
-            print(f"{done}/{rounds * len(cases)} {model}: {case.name}: {cost.cpu_ms:.1f} ms",
-                  flush=True)  # fmt: skip
+    turns = [measure(cases, model, steps) for _ in range(rounds)]
     return [
         {
             "case": f"{model}: {case.name}",
             "predicted_ms": 1e3 * each.time.total,
-            "cpu_ms": statistics.median(times),
+            "predicted_cpu_ms": 1e3 * each.time.busy,
+            "wall_ms": min(cost[1] for cost in costs),
+            "cpu_ms": statistics.median(cost[0].cpu_ms for cost in costs),
             "predicted_sent_mb": each.sent / 1e6,
-            "sent_mb": nbytes / 1e6,
+            "sent_mb": costs[0][0].nbytes / 1e6,
             "why": each.time.reason,
         }
-        for each, case, times, nbytes in zip(made, cases, found, sent, strict=True)
+        for each, case, costs in zip(made, cases, zip(*turns, strict=True), strict=True)
     ]
+
+
+def print_best(rows: Sequence[dict[str, Any]], predicted: str, measured: str) -> None:
+    """Prints the measured time of the best prediction over that of the best measurement."""
+    first = min(rows, key=lambda row: row[predicted])
+    best = min(rows, key=lambda row: row[measured])
+    print(
+        f"{measured}: {first['case']} is predicted best; {first[measured] / best[measured]:.2f} of"
+        f" {best['case']}, the best of {len(rows)}",
+        flush=True,
+    )
 
 
 def main() -> None:
     """Measure, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True, help="where to write the rows")
-    parser.add_argument("--models", default="llama-10m,mixtral-10m")
+    parser.add_argument("--models", default="llama-tiny,mixtral-tiny")
     parser.add_argument("--steps", type=int, default=5, help="that are measured")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--top", type=int, default=_ALL, help="predictions that are measured")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     start_server()
     rows: list[dict[str, Any]] = []
     for model in options.models.split(","):
-        own = rows_of(model, steps=options.steps, rounds=options.rounds, top=options.top)
+        own = rows_of(model, steps=options.steps, rounds=options.rounds)
         rows += own
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
-        best = min(own, key=lambda row: row["cpu_ms"])
-        ratio = own[0]["cpu_ms"] / best["cpu_ms"]
-        print(f"{model}: {own[0]['case']} is predicted best: {ratio:.2f} of {best['case']},"
-              f" the best of {len(own)} measured", flush=True)  # fmt: skip
+        print_best(own, "predicted_cpu_ms", "cpu_ms")
+        print_best(own, "predicted_ms", "wall_ms")
 
 
 if __name__ == "__main__":

@@ -168,14 +168,25 @@ def test_a_pipeline_waits_as_its_schedule_says():
     assert made.memory.activations == 4 * 2 * 300 + 100 + 50
 
 
-def test_microbatches_gather_and_reduce_again_but_replicas_once():
+def test_microbatches_gather_layers_once_more_and_reduce_again_but_replicas_once():
     options = {"dp_shard": 2, "dp_replicate": 2, "global_batch": 8}
     one, two = (predicted(micro_batch=size, **options) for size in (2, 1))
-    shard, of_tp = 1_000 + 6 * 500, 6 * 800
-    gathered_and_reduced = 4 * (1_000 + 2 * 6 * 500 + shard) / 2
-    assert two.sent - one.sent == pytest.approx(gathered_and_reduced)
-    assert one.sent == pytest.approx(2 * of_tp + gathered_and_reduced + 4 * shard / 2)
+    layers, of_tp = 6 * 500, 6 * 800
+    everything = 1_000 + layers
+    assert two.sent - one.sent == pytest.approx(4 * (layers + everything) / 2)
+    of_one = 4 * (everything + layers + everything) / 2 + 4 * everything / 2
+    assert one.sent == pytest.approx(2 * of_tp + of_one)
     assert two.memory.gradients == one.memory.gradients
+    assert two.memory.stays_gathered == 4 * everything - two.memory.gathered
+    assert one.memory.stays_gathered == 0
+
+
+def test_hooks_of_buckets_take_time_on_the_host():
+    slow = replace(GLOO, bucket=1.0)
+    options = {"dp_shard": 8, "micro_batch": 1}
+    added = predicted(slow, **options).time.data - predicted(GLOO, **options).time.data
+    # Seven gathers for forward, six for backward, and seven reductions.
+    assert added == pytest.approx(20 * (1 - GLOO.bucket))
 
 
 def test_hosts_of_accelerators_launch_while_these_compute():

@@ -18,6 +18,7 @@ from integration.errors import UsageError
 from integration.models import model_shape
 from integration.recommend.hardware import Hardware
 from integration.recommend.work import layers_of
+from integration.systems import Placements
 from integration.systems.divisors import divisors
 from integration.train.config import TrainConfig
 from integration.train.validation import ValidatedRun, validate
@@ -140,6 +141,6 @@ def _with_options(config: TrainConfig, samples: int, hardware: Hardware) -> Iter
                 yield replace(placed, activation_checkpointing="full")
 
 
-def _placements(config: TrainConfig) -> tuple[str | None, ...]:
+def _placements(config: TrainConfig) -> tuple[Placements | None, ...]:
     single = config.dp_shard > 1 and config.dp_replicate == 1 and config.pp_degree == 1
     return (None, "zero2") if single else (None,)

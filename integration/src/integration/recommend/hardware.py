@@ -18,6 +18,8 @@ class Hardware:
         accelerator: whether ranks compute on devices of their own, while the host launches
             operators; otherwise the time of launching them is added.
         operator: seconds in which the host launches an operator.
+        bucket: seconds of hooks and copies for each collective of fully_shard, where the host does
+            not do them while an accelerator computes.
         memory_bandwidth: bytes per second of a rank's memory.
         host_bandwidth: bytes per second between an accelerator and its host, one direction.
         source: where the numbers are from.
@@ -26,6 +28,7 @@ class Hardware:
     machine: Machine = field(default_factory=Machine)
     accelerator: bool = True
     operator: float = 10e-6
+    bucket: float = 0.0
     memory_bandwidth: float = 3.35e12
     host_bandwidth: float = 50e9
     source: str = ""
@@ -41,11 +44,22 @@ HARDWARE = {
     ),
     "gloo": Hardware(
         Machine(
-            peak=30e9, efficiency=1.0, node=64,
-            inside=NetworkLink(0.8e9, 250e-6), between=NetworkLink(0.8e9, 250e-6),
-            overlap=0.0, memory=16e9,
+            peak=70e9,
+            efficiency=1.0,
+            node=64,
+            inside=NetworkLink(0.8e9, 250e-6),
+            between=NetworkLink(0.8e9, 250e-6),
+            overlap=0.0,
+            memory=16e9,
         ),
-        accelerator=False, operator=22e-6, memory_bandwidth=8e9, host_bandwidth=8e9,
-        source="gloo ranks of one thread on the cores of the development machine",
+        accelerator=False,
+        operator=5e-6,
+        bucket=1.2e-3,
+        memory_bandwidth=16e9,
+        host_bandwidth=16e9,
+        source=(
+            "gloo ranks of one thread on a core of an AMD EPYC, fitted to"
+            " integration/benchmarks/recommended.py with llama-tiny and to docs/benchmarks/products.md"
+        ),
     ),
-}  # fmt: skip
+}

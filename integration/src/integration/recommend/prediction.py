@@ -2,11 +2,11 @@
 
 Note [composition]
     A rank has the layers of its stage and, in a pipeline, half of the root. fully_shard gathers
-    parameters in the dtype of compute for each microbatch, those of layers again in backward, and
-    reduces gradients in fp32 for each (docs/packages/fsdp/placements.md); zero2 gathers once a
-    step, and stages do both once. Replicas all-reduce shards once. Of the sizes of `work` compute,
-    bytes and activations are proportional to the samples of a microbatch, operators and collectives
-    are not.
+    parameters in the dtype of compute once for forward, and those of layers for the backward of
+    each microbatch, after which they stay gathered up to the next one's forward. It reduces
+    gradients in fp32 for each; stages gather and reduce once, zero2 gathers once. Replicas
+    all-reduce shards once. Of the sizes of `work` compute, bytes and activations are proportional
+    to the samples of a microbatch, operators and collectives are not.
 
     Memory: 1F1B has as many microbatches in memory as stages follow, at most all; their saved
     activations are of layers alone, and what the root adds counts once. fully_shard has two
@@ -49,7 +49,9 @@ class Memory:
     Attributes:
         parameters: in fp32, sharded.
         optimizer: state of the optimizer.
-        gathered: parameters that fully_shard has gathered, or that autocast has cast.
+        gathered: parameters that fully_shard has gathered, or that autocast has cast, where
+            backward begins.
+        stays_gathered: further ones where the backward of a microbatch ends.
         gradients: in fp32, sharded.
         reducing: gradients that are being reduced.
         activations: saved for backward, and temporary.
@@ -61,6 +63,7 @@ class Memory:
     parameters: float
     optimizer: float
     gathered: float
+    stays_gathered: float
     gradients: float
     reducing: float
     activations: float
@@ -70,7 +73,8 @@ class Memory:
     @property
     def total(self) -> float:
         """Bytes on the rank's device at the peak of a step."""
-        begins, ends = self.activations + self.accumulated, self.gradients + self.reducing
+        begins = self.activations + self.accumulated
+        ends = self.stays_gathered + self.gradients + self.reducing
         return self.parameters + self.optimizer + self.gathered + max(begins, ends)
 
 
@@ -101,7 +105,12 @@ class StepSeconds:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return float(sum(getattr(self, field.name) for field in fields(self)))
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which the rank does not wait for other stages."""
+        return self.total - self.bubble
 
     @property
     def reason(self) -> str:
@@ -228,13 +237,8 @@ class _Step:
         return sum(each.owned for each in self._parameters)
 
     @property
-    def _forwards(self) -> int:
-        """How often parameters are gathered for forward in a step."""
-        return 1 if self._keeps_gathered else self._microbatches
-
-    @property
     def _backwards(self) -> int:
-        """How often layers are gathered again for backward."""
+        """How often layers are gathered for backward in a step."""
         return 0 if self._keeps_gathered else self._microbatches
 
     @property
@@ -247,13 +251,15 @@ class _Step:
         layer = inner.layer.elements + inner.layer.experts
         everything = sum(each.elements for each in self._parameters)
         in_pipeline, owned = self._config.pp_degree > 1, _FP32 * self._owned
-        gathered = reducing = 0.0
+        gathered = stays = reducing = 0.0
         accumulated = owned if self._microbatches > 1 else 0.0
         if self._is_sharded:
             working = min(everything, self._root + 2 * layer)
             gathered = size * (everything if self._keeps_gathered else working)
             if self._config.placements == "zero2" and size == _FP32:
                 gathered -= owned  # shards are views of what stays gathered
+            elif self._microbatches > 1:
+                stays = size * everything - gathered
             reducing = (size + _FP32) * max(self._root, layer)
             if in_pipeline:  # unsharded, up to the last microbatch
                 accumulated = _FP32 * everything
@@ -269,7 +275,9 @@ class _Step:
         if self._config.offload:
             host, owned, state = 2 * owned + state, 0.0, 0.0
             accumulated = accumulated if in_pipeline else 0.0
-        return Memory(owned, state, gathered, owned, reducing, activations, accumulated, host)
+        return Memory(
+            owned, state, gathered, stays, owned, reducing, activations, accumulated, host
+        )
 
     def seconds(self, state_bytes: float) -> StepSeconds:
         """Returns the seconds of a step; adds the bytes that are sent."""
@@ -310,20 +318,21 @@ class _Step:
     def _data_seconds(self, compute: float) -> float:
         """Returns the exposed seconds of gathers and reductions."""
         layers, overlapping, exposed = self._layers, 0.0, 0.0
-        forwards, backwards = self._forwards, self._backwards
         for each in self._parameters:
             if (size := each.shard.size) > 1:
-                gathered = forwards * each.elements + backwards * (each.elements - each.root)
-                others = (size - 1) / size
-                calls = forwards * (layers + 1) + backwards * layers
+                gathered = each.elements + self._backwards * (each.elements - each.root)
+                reductions = 1 if self._config.pp_degree > 1 else self._microbatches
+                others, gathers = (size - 1) / size, layers + 1 + self._backwards * layers
                 overlapping += self._send(
-                    "all_gather", each.shard, calls, self._itemsize * gathered * others
+                    "all_gather", each.shard, gathers, self._itemsize * gathered * others
                 )
-                times = 1 if self._config.pp_degree > 1 else self._microbatches
                 overlapping += self._send(
-                    "reduce_scatter", each.shard, times * (layers + 1),
-                    times * _FP32 * each.elements * others,
-                )  # fmt: skip
+                    "reduce_scatter",
+                    each.shard,
+                    reductions * (layers + 1),
+                    reductions * _FP32 * each.elements * others,
+                )
+                exposed += self._hardware.bucket * (gathers + reductions * (layers + 1))
             if (copies := each.replicate.size) > 1:
                 sent = 2 * _FP32 * each.owned * (copies - 1) / copies
                 seconds = self._send("all_reduce", each.replicate, layers + 1, sent)
@@ -335,7 +344,8 @@ class _Step:
 
     def _transfers(self) -> float:
         """Returns the seconds of sending hidden states to the next stage, and gradients back."""
-        calls = 2 * self._microbatches
+        neighbours = min(2, self._config.pp_degree - 1)  # the first stage sends no gradients
+        calls = neighbours * self._microbatches
         return self._send("send", self._stages, calls, calls * self._size * self._inner.boundary)
 
     def _send(self, op: Op, axis: WorldAxis, calls: int, nbytes: float) -> float:
@@ -350,7 +360,7 @@ class _Step:
         touched = owned * (3 * _FP32 + 2 * state_bytes)
         if not self._config.offload:
             return touched / hardware.memory_bandwidth
-        moves = self._forwards + self._backwards + 1
+        moves = 1 + self._backwards + 1
         return (touched + _FP32 * owned * moves) / hardware.host_bandwidth
 
 

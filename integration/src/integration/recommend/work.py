@@ -212,12 +212,15 @@ def _elements(model: nn.Module) -> tuple[int, int]:
     """Returns the elements of parameters on this rank: of experts that "ep" shards, and others."""
     others = experts = 0
     for param in model.parameters():
-        local = param._local_tensor if isinstance(param, DTensor) else param
-        names = param.device_mesh.mesh_dim_names or () if isinstance(param, DTensor) else ()
-        is_expert = "ep" in names and param.placements[names.index("ep")].is_shard()
-        others, experts = (
-            (others, experts + local.numel()) if is_expert else (others + local.numel(), experts)
-        )
+        tensor: Any = param
+        is_expert, local = False, tensor
+        if isinstance(tensor, DTensor):
+            local, names = tensor._local_tensor, tensor.device_mesh.mesh_dim_names or ()
+            is_expert = "ep" in names and tensor.placements[names.index("ep")].is_shard()
+        if is_expert:
+            experts += local.numel()
+        else:
+            others += local.numel()
     return others, experts
 
 
