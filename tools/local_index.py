@@ -1,8 +1,8 @@
 """Builds all packages into a local index: ``python -m tools.local_index [--try NAME ...]``.
 
-Packages are built and checked by `tools.release`, each after those that it needs, into
-``dist/release``. auditwheel makes wheels that are compiled without torch manylinux wheels, with
-``--auditwheel PYTHON``, which has it. ``dist/index`` is a simple index (PEP 503) of them::
+Packages are built, unless they have not changed, and checked as `tools.release` checks them, each
+after those that it needs. auditwheel makes wheels that are compiled without torch manylinux wheels,
+with ``--auditwheel PYTHON``, which has it. ``dist/index`` is a simple index (PEP 503) of them::
 
     pip install --index-url file://$PWD/dist/index fsdp
 
@@ -25,6 +25,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tools import examples, release
+from tools.build_wheel import unchanged_wheel
 from tools.check_wheels import clean_environment, torch_alone
 from tools.workspace import ROOT, Project, needed, normalised, packages
 
@@ -129,34 +130,41 @@ def try_index(name: str, index: Path, shared: Path) -> str:
     return f"{name}: installed from {index}; its smoke test and {len(shown)} examples pass"
 
 
-def build(auditwheel: Path | None) -> None:
-    """Builds and checks all packages, each after those that it needs."""
+def build(dist: Path, auditwheel: Path | None) -> None:
+    """Builds and checks all packages into a folder, each after those that it needs.
+
+    Raises:
+        SystemExit: a build or a check fails.
+    """
     ordered = in_order(packages())
     for number, project in enumerate(ordered, 1):
-        print(f"{number}/{len(ordered)} ", end="", flush=True)
-        release.main(project.name)
-        (wheel,) = release.DIST.glob(f"{project.name.replace('-', '_')}-*.whl")
+        wheel = Path(shutil.copy(made := unchanged_wheel(project), dist))
+        (sdist,) = (Path(shutil.copy(each, dist)) for each in made.parent.glob("*.tar.gz"))
+        if found := list(release.problems(project, release.Built(sdist, wheel))):
+            sys.exit("\n".join(f"{project.name}: {problem}" for problem in found))
         if auditwheel is not None and project.name not in AGAINST_TORCH:
-            print(f"  {repair(wheel, auditwheel).name}")
+            wheel = repair(wheel, auditwheel)
+        print(f"{number}/{len(ordered)} {wheel.name}", flush=True)
 
 
-def main(tried: list[str], auditwheel: Path | None, *, builds: bool) -> None:
+def main(tried: list[str], auditwheel: Path | None) -> None:
     """Builds packages, writes the index, and tries some packages from it."""
-    if builds:
-        build(auditwheel)
-    files = [file for file in release.DIST.iterdir() if file.name.endswith((".whl", ".tar.gz"))]
-    write_index(files, INDEX)
-    print(f"index of {len(files)} files: pip install --index-url {INDEX.as_uri()} fsdp")
-    with tempfile.TemporaryDirectory() as folder:
-        shared = torch_alone(Path(folder)) if tried else Path(folder)
+    with tempfile.TemporaryDirectory() as made:
+        dist, shared = Path(made) / "dist", Path(made) / "shared"
+        dist.mkdir()
+        shared.mkdir()
+        build(dist, auditwheel)
+        write_index(dist.iterdir(), INDEX)
+        print(f"the index: pip install --index-url {INDEX.as_uri()} fsdp", flush=True)
+        if tried:
+            torch_alone(shared)
         for name in tried:
-            print(try_index(name, INDEX, shared))
+            print(try_index(name, INDEX, shared), flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--try", dest="tried", nargs="*", default=[], metavar="NAME")
     parser.add_argument("--auditwheel", type=Path, metavar="PYTHON")
-    parser.add_argument("--no-build", action="store_true", help="use what dist/release has")
     given = parser.parse_args()
-    main(given.tried, given.auditwheel, builds=not given.no_build)
+    main(given.tried, given.auditwheel)

@@ -58,8 +58,8 @@ HARDWARE = {
         memory_bandwidth=16e9,
         host_bandwidth=16e9,
         source=(
-            "gloo ranks of one thread on a core of an AMD EPYC, fitted to"
-            " integration/benchmarks/recommended.py with llama-tiny and to docs/benchmarks/products.md"
+            "gloo ranks of one thread on a core of an AMD EPYC, fitted to runs of llama-tiny"
+            " (docs/integration/recommend.md) and llama-10m (docs/benchmarks/products.md)"
         ),
     ),
 }
