@@ -139,9 +139,10 @@ def release(session: nox.Session, package: str) -> None:
 
 @nox.session
 def index(session: nox.Session) -> None:
-    """All packages, built in the order of their dependencies, as a local index in dist/index.
+    """The packages named, or all, built in the order of their dependencies, as a local index.
 
-    `-- --try fsdp` installs fsdp from that index alone, and runs its smoke test and examples.
+    It is in dist/index. `-- --try fsdp` installs fsdp from it alone, and runs its smoke test and
+    examples.
     """
     groups = nox.project.load_toml(ROOT / "pyproject.toml")
     session.install(*nox.project.dependency_groups(groups, "wheels"))

@@ -1,12 +1,12 @@
-"""Builds all packages into a local index: ``python -m tools.local_index [--try NAME ...]``.
+"""Builds packages into a local index: ``python -m tools.local_index [--try] [NAME ...]``.
 
-Packages are built, unless they have not changed, and checked as `tools.release` checks them, each
-after those that it needs. auditwheel makes wheels that are compiled without torch manylinux wheels,
+The packages named, or all, are built unless they have not changed, and checked as `tools.release`
+checks them, each after those that it needs. auditwheel makes wheels that are compiled without torch manylinux wheels,
 with ``--auditwheel PYTHON``, which has it. ``dist/index`` is a simple index (PEP 503) of them::
 
     pip install --index-url file://$PWD/dist/index fsdp
 
-``--try`` installs packages from that index, and from nowhere else, into clean environments that
+``--try`` installs the packages from that index, and from nowhere else, into clean environments that
 have torch and what it needs, and runs their smoke tests. Then it installs what the examples of
 ``docs/packages/*/example.md`` need beside the packages, from pip's usual sources, and runs them.
 """
@@ -130,13 +130,20 @@ def try_index(name: str, index: Path, shared: Path) -> str:
     return f"{name}: installed from {index}; its smoke test and {len(shown)} examples pass"
 
 
-def build(dist: Path, auditwheel: Path | None) -> None:
-    """Builds and checks all packages into a folder, each after those that it needs.
+def build(names: list[str], dist: Path, auditwheel: Path | None) -> None:
+    """Builds and checks packages into a folder, each after those that it needs.
+
+    Args:
+        names: the packages; those that they need are built, too.
+        dist: the folder.
+        auditwheel: see `repair`; None: wheels stay as they are.
 
     Raises:
         SystemExit: a build or a check fails.
     """
-    ordered = in_order(packages())
+    by_name = {project.name: project for project in packages()}
+    wanted = set[str]().union(*(needed(name, by_name) for name in names))
+    ordered = [project for project in in_order(by_name.values()) if project.name in wanted]
     for number, project in enumerate(ordered, 1):
         wheel = Path(shutil.copy(made := unchanged_wheel(project), dist))
         (sdist,) = (Path(shutil.copy(each, dist)) for each in made.parent.glob("*.tar.gz"))
@@ -147,24 +154,29 @@ def build(dist: Path, auditwheel: Path | None) -> None:
         print(f"{number}/{len(ordered)} {wheel.name}", flush=True)
 
 
-def main(tried: list[str], auditwheel: Path | None) -> None:
-    """Builds packages, writes the index, and tries some packages from it."""
+def main(names: list[str], auditwheel: Path | None, *, tries: bool) -> None:
+    """Builds packages, writes the index, and tries the packages from it."""
+    known = [project.name for project in packages()]
+    if unknown := set(names) - set(known):
+        sys.exit(f"no package {sorted(unknown)}; there are {known}")
+    names = names or known
     with tempfile.TemporaryDirectory() as made:
         dist, shared = Path(made) / "dist", Path(made) / "shared"
         dist.mkdir()
         shared.mkdir()
-        build(dist, auditwheel)
+        build(names, dist, auditwheel)
         write_index(dist.iterdir(), INDEX)
-        print(f"the index: pip install --index-url {INDEX.as_uri()} fsdp", flush=True)
-        if tried:
+        print(f"the index: pip install --index-url {INDEX.as_uri()} {names[0]}", flush=True)
+        if tries:
             torch_alone(shared)
-        for name in tried:
-            print(try_index(name, INDEX, shared), flush=True)
+            for name in names:
+                print(try_index(name, INDEX, shared), flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--try", dest="tried", nargs="*", default=[], metavar="NAME")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--try", dest="tries", action="store_true")
     parser.add_argument("--auditwheel", type=Path, metavar="PYTHON")
     given = parser.parse_args()
-    main(given.tried, given.auditwheel)
+    main(given.names, given.auditwheel, tries=given.tries)
