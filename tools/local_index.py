@@ -1,8 +1,9 @@
 """Builds packages into a local index: ``python -m tools.local_index [--try] [NAME ...]``.
 
 The packages named, or all, are built unless they have not changed, and checked as `tools.release`
-checks them, each after those that it needs. auditwheel makes wheels that are compiled without torch manylinux wheels,
-with ``--auditwheel PYTHON``, which has it. ``dist/index`` is a simple index (PEP 503) of them::
+checks them, each after those that it needs. auditwheel makes wheels that are compiled without torch
+manylinux wheels, with ``--auditwheel PYTHON``, which has it. ``dist/index`` is a simple index
+(PEP 503) of them::
 
     pip install --index-url file://$PWD/dist/index fsdp
 
