@@ -150,6 +150,20 @@ def release(session: nox.Session, package: str) -> None:
 
 
 @nox.session
+def index(session: nox.Session) -> None:
+    """The packages named, or all, built in the order of their dependencies, as a local index.
+
+    It is in dist/index. `-- --try fsdp` installs fsdp from it alone, and runs its smoke test and
+    examples.
+    """
+    groups = nox.project.load_toml(ROOT / "pyproject.toml")
+    session.install(*nox.project.dependency_groups(groups, "wheels"))
+    own = str(Path(session.virtualenv.location) / "bin" / "python")
+    command = ("-m", "tools.local_index", "--auditwheel", own, *session.posargs)
+    session.run(dev_env(session), *command, external=True)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Ruff's checks and format, the direction of imports, the size of modules, the terminology."""
     groups = nox.project.load_toml(ROOT / "pyproject.toml")

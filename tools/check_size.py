@@ -14,7 +14,9 @@ GENERATED = NOT_SOURCE | {"build", "dist"}
 SOURCES = {"src", "include"}  # folders below these are counted; tests mirror them
 
 #: A file and function, or a folder: why it may be larger.
-ALLOWED: dict[str, str] = {}
+ALLOWED: dict[str, str] = {
+    "integration/src/integration": "nine of its folders are commands, python -m integration.NAME",
+}
 
 
 def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

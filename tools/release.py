@@ -22,6 +22,7 @@ from packaging.specifiers import SpecifierSet
 
 from tools.build_wheel import build
 from tools.changelog import notes
+from tools.project_urls import repository, urls_of
 from tools.workspace import ROOT, Project, packages
 
 DIST = ROOT / "dist" / "release"
@@ -80,6 +81,9 @@ def problems(project: Project, built: Built) -> Iterator[str]:
             yield f"{header} is {metadata.get_all(header)}; pyproject.toml has {found}"
     if built.sdist_metadata.items() != metadata.items():
         yield "the sdist's metadata are not the wheel's"
+    urls = dict(url.split(", ", 1) for url in metadata.get_all("Project-URL", []))
+    if urls != urls_of(project.name, repository()):
+        yield f"Project-URL is {urls}; run python -m tools.project_urls"
     if metadata["Description-Content-Type"] != "text/markdown":
         yield f"Description-Content-Type is {metadata['Description-Content-Type']}, not Markdown"
     if readme_of(metadata) != (project.folder / "README.md").read_text().strip():
@@ -129,12 +133,12 @@ def remarks(built: Built) -> Iterator[str]:
     """What an index would not take, or not show well, a sentence each."""
     metadata = built.metadata
     if not metadata.get_all("Project-URL"):
-        yield "no project urls: [project.urls] is for when the repository has a public address"
+        yield "no project urls: [tool.workspace] of the root pyproject.toml has no public address"
     links = re.findall(r"\]\((?!https?://|#)([^)\s]+)\)", readme_of(metadata))
     if links:
         yield f"{len(links)} links of the README lead nowhere on an index, {links[0]} the first"
     if "-linux_" in built.wheel.name:
-        yield "the wheel is for this machine: an index takes the sdist, and wheels of auditwheel"
+        yield "the wheel is for this machine: an index takes the sdist, or wheels of auditwheel"
 
 
 def readme_of(metadata: Message) -> str:

@@ -68,3 +68,14 @@ def test_the_table_has_no_wall_clock_share_of_more_ranks_than_cores():
         ("GPipe", "2", "1", "8", "11.1%", "12.3%", "76.4%"),
         ("GPipe", "4", "1", "8", "", "12.3%", ""),
     )
+
+
+def test_the_result_names_the_schedule_that_differs_most():
+    def measured(schedule, expected, share):
+        return bubble.Bubble(schedule, 2, 8, 1, expected, share, share)
+
+    found = [
+        measured("GPipe", 0.1, 0.12), measured("1F1B", 0.1, 0.05), measured("other", None, 0.9)
+    ]  # fmt: skip
+    assert "at most 5.0%, of 1F1B on 2 ranks" in bubble.result(found)
+    assert "no formula" in bubble.result(found[2:])

@@ -18,7 +18,9 @@ QUICK = ["--models", "llama3-70b", "--strategies", "FSDP", "--ranks", "128,64"]
 def test_the_command_writes_a_report(tmp_path, capsys):
     left_out = ["--no-initialisation", "--no-dispatch", "--model-scaling", ""]
     assert main([*QUICK, *left_out, "--out", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    printed = capsys.readouterr()
+    assert printed.out.strip() == str(tmp_path / "report.html")
+    assert "2/3: counting llama3-70b, FSDP, 128 ranks" in printed.err
     found = json.loads((tmp_path / "scale.json").read_text())
     assert [(one["strategy"], one["ranks"]) for one in found["counts"]] == [
         ("FSDP", 64),

@@ -131,6 +131,24 @@ def test_memory_before_the_recorder_is_not_counted():
         assert recorder.worst[MemoryKind.ACTIVATIONS] == outside.nbytes
 
 
+def test_tensors_on_meta_need_no_memory():
+    with EventRecorder() as recorder:
+        torch.empty(1024, 1024, device="meta").stride()  # as for the strides of a DTensor
+        made = torch.zeros(16, 16) + 1
+    assert recorder.allocated(MemoryKind.ACTIVATIONS) == made.nbytes
+    assert recorder.worst[MemoryKind.ACTIVATIONS] == 2 * made.nbytes
+
+
+def test_the_most_of_each_kind_is_at_its_own_point():
+    with EventRecorder() as recorder:
+        activations = torch.zeros(16, 16)
+        recorder.set_kind([activations], MemoryKind.GRADIENTS)
+        torch.zeros(8, 8)
+    assert recorder.most[MemoryKind.ACTIVATIONS] == 4 * 16 * 16
+    assert recorder.most[MemoryKind.GRADIENTS] == 4 * 16 * 16
+    assert sum(recorder.worst.values()) == 4 * (16 * 16 + 8 * 8)
+
+
 def test_sends_and_receives_are_recorded():
     with fake_mesh((2,)), EventRecorder() as recorder:
         work = [dist.isend(torch.zeros(8), 1), dist.irecv(torch.empty(4), 1)]

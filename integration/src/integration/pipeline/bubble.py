@@ -186,6 +186,19 @@ def bubble_table(bubbles: Sequence[Bubble]) -> Table:
     return Table((Column("schedule"), *numbers), tuple(rows))
 
 
+def result(bubbles: Sequence[Bubble]) -> str:
+    """Returns the bubble that differs most from its formula, as a sentence."""
+    known = [(abs(each.measured - each.expected), each) for each in bubbles
+             if each.expected is not None]  # fmt: skip
+    if not known:
+        return f"{len(bubbles)} schedules measured; their papers have no formula."
+    difference, each = max(known, key=lambda pair: pair[0])
+    return (
+        f"The idle share differs from its formula by at most {difference:.1%}, of"
+        f" {each.schedule} on {each.ranks} ranks."
+    )
+
+
 _ACTION_NAMES = {
     FORWARD: "forward",
     BACKWARD: "backward",
@@ -238,20 +251,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     parser.add_argument("--out", type=Path, help="folder for bubble.json and figures")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(arguments)
     if options.steps < 1 or options.microbatches < 8 or options.microbatches % 8:
         parser.error("--steps is at least 1, and --microbatches a multiple of 8")
     bubbles: list[Bubble] = []
     timelines: dict[int, dict[str, Timeline]] = {}
-    for ranks in options.ranks:
-        for name in options.schedules:
-            bubble, timeline = measure(SCHEDULES[name], ranks, options.microbatches, options.steps)
-            bubbles.append(bubble)
-            timelines.setdefault(ranks, {})[name] = timeline
-    print(render_table(bubble_table(bubbles)))
+    cases = [(ranks, name) for ranks in options.ranks for name in options.schedules]
+    for number, (ranks, name) in enumerate(cases, 1):
+        print(f"{number}/{len(cases)}: {name} on {ranks} ranks", file=sys.stderr, flush=True)
+        bubble, timeline = measure(SCHEDULES[name], ranks, options.microbatches, options.steps)
+        bubbles.append(bubble)
+        timelines.setdefault(ranks, {})[name] = timeline
+    rows = json.dumps([asdict(bubble) for bubble in bubbles], indent=2)
+    print(rows if options.json else f"{render_table(bubble_table(bubbles))}\n{result(bubbles)}")
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        rows = json.dumps([asdict(bubble) for bubble in bubbles], indent=2)
         (options.out / "bubble.json").write_text(rows + "\n")
         for ranks, drawn in timelines.items():
             save_png(draw_timelines(drawn, LIGHT), options.out / f"bubble-{ranks}.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -57,21 +58,32 @@ def simulate(setup: ScaleSetup, log: Callable[[str], None]) -> Scale:
     """
     torch.set_num_threads(1)
     options, machine = setup.options, setup.machine
-    cases = [(shape, strategy) for shape in setup.shapes for strategy in _chosen(setup, shape)]
+    cases = [
+        (shape, strategy, ranks)
+        for shape in setup.shapes
+        for strategy in _chosen(setup, shape)
+        for ranks in setup.worlds
+    ]
+    initialised = cases if options.initialisation else []
+    dense = [case for case in cases if not case[0].depth.experts]
+    dispatches = dense if options.dispatch else []
+    total = len(cases) + len(initialised) + len(dispatches) + 1
+    number = itertools.count(1)
+
+    def started(doing: str, shape: Shape, strategy: ParallelStrategy, ranks: int) -> None:
+        log(f"{next(number)}/{total}: {doing} {shape.name}, {strategy.name}, {ranks:,} ranks")
+
     counts, begun, dispatched = [], [], []
-    for shape, strategy in cases:
-        for ranks in setup.worlds:
-            log(f"{shape.name}, {strategy.name}, {ranks:,} ranks: counting")
-            counts.append(count(shape, strategy, ranks))
-    for shape, strategy in cases if options.initialisation else []:
-        for ranks in setup.worlds:
-            log(f"{shape.name}, {strategy.name}, {ranks:,} ranks: initialising")
-            begun.append(measure(shape.name, strategy.name, ranks))
-    for shape, strategy in cases if options.dispatch else []:
-        for ranks in setup.worlds if not shape.depth.experts else ():
-            log(f"{shape.name}, {strategy.name}, {ranks:,} ranks: dispatching")
-            dispatched.append(measure_dispatch(shape, strategy, ranks))
-    log("padding and model scaling")
+    for case in cases:
+        started("counting", *case)
+        counts.append(count(*case))
+    for shape, strategy, ranks in initialised:
+        started("initialising", shape, strategy, ranks)
+        begun.append(measure(shape.name, strategy.name, ranks))
+    for case in dispatches:
+        started("dispatching", *case)
+        dispatched.append(measure_dispatch(*case))
+    log(f"{total}/{total}: padding and model scaling")
     padded = [one for shape in setup.shapes for one in paddings(shape.name, setup.worlds)]
     grown = []
     if setup.grows is not None:

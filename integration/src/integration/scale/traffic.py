@@ -26,6 +26,7 @@ from testkit.comm_log import Op
 
 __all__ = [
     "SEQUENCE", "AxisTraffic", "CountedStep", "StepWork", "count", "count_at", "sent_collective",
+    "step_work",
 ]  # fmt: skip
 
 SEQUENCE = 4096
@@ -60,6 +61,7 @@ class StepWork:
         traffic: collectives by kind and axis.
         peak: bytes that are allocated in the step, where their sum is largest; None for sums, as
             it is not proportional to the number of layers.
+        nbytes: bytes that operators other than matrix products read and write.
     """
 
     flops: int = 0
@@ -67,6 +69,7 @@ class StepWork:
     parameters: int = 0
     traffic: tuple[AxisTraffic, ...] = ()
     peak: InStep | None = None
+    nbytes: int = 0
 
     def plus(self, other: StepWork, times: int = 1) -> StepWork:
         """Returns the sum of this work and ``times`` the other; ``times`` may be negative."""
@@ -79,6 +82,7 @@ class StepWork:
             self.flops + times * other.flops, self.operators + times * other.operators,
             self.parameters + times * other.parameters,
             tuple(one for one in found.values() if one.calls or one.nbytes),
+            nbytes=self.nbytes + times * other.nbytes,
         )  # fmt: skip
 
 
@@ -179,7 +183,7 @@ def count_at(
             recorder.start_step()
             _step(model, tokens)
             recorder.finish_step()
-        return _work(recorder, axes, mesh)
+        return step_work(recorder, axes, mesh)
 
 
 def sent_collective(event: CommEvent) -> Collective:
@@ -191,11 +195,17 @@ def sent_collective(event: CommEvent) -> Collective:
     )  # fmt: skip
 
 
-def _step(model: nn.Module, tokens: torch.Tensor) -> None:
-    model(input_ids=tokens, labels=tokens).loss.backward()
+def step_work(recorder: EventRecorder, axes: Sequence[WorldAxis], mesh: DeviceMesh) -> StepWork:
+    """Returns the work that was recorded.
 
+    Args:
+        recorder: has recorded a step.
+        axes: axes of the mesh, with their names there.
+        mesh: of the world, along whose axes collectives are.
 
-def _work(recorder: EventRecorder, axes: Sequence[WorldAxis], mesh: DeviceMesh) -> StepWork:
+    Raises:
+        RuntimeError: a collective is neither along one axis nor along all.
+    """
     of_group = {str(mesh.get_group(axis.name).group_name): axis for axis in axes}
     calls: defaultdict[tuple[Op, WorldAxis], list[int]] = defaultdict(list)
     for event in recorder.events:
@@ -208,7 +218,13 @@ def _work(recorder: EventRecorder, axes: Sequence[WorldAxis], mesh: DeviceMesh) 
     )
     traffic = tuple(AxisTraffic(*key, len(sizes), sum(sizes)) for key, sizes in calls.items())
     parameters = recorder.allocated(MemoryKind.PARAMETERS)
-    return StepWork(compute.flops, compute.ops, parameters, traffic, in_step(recorder.worst))
+    return StepWork(
+        compute.flops, compute.ops, parameters, traffic, in_step(recorder.worst), compute.nbytes
+    )
+
+
+def _step(model: nn.Module, tokens: torch.Tensor) -> None:
+    model(input_ids=tokens, labels=tokens).loss.backward()
 
 
 def _axis(one: Collective, of_group: Mapping[str, WorldAxis], ranks: int) -> WorldAxis:

@@ -103,6 +103,7 @@ class EventRecorder(TorchDispatchMode):
     Attributes:
         events: events since `start_step`, in order.
         worst: bytes of `IN_STEP` kinds at the point where their sum was largest since `start_step`.
+        most: the largest bytes of each kind since `start_step`, each at its own point.
         fake: whether tensors of data are fake outside of stages, too; if not, modules compute.
         counts_operators: whether operators outside of stages are compute.
         fake_mode: makes fake tensors.
@@ -126,6 +127,7 @@ class EventRecorder(TorchDispatchMode):
         self._work = ComputeWork()
         self.worst: dict[MemoryKind, int] = dict.fromkeys(IN_STEP, 0)
         self._most = -1
+        self.most: dict[MemoryKind, int] = dict(self._allocated)
         self._update_worst()
 
     def finish_step(self) -> None:
@@ -273,8 +275,10 @@ class EventRecorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         known = self._storages.get(storage)
         if known is None:
-            known = self._storages[storage] = _Storage(kind, storage.nbytes())
-            self._add(kind, known.nbytes)
+            # DTensor infers strides on tensors of global shapes on meta, which need no memory.
+            nbytes = 0 if tensor.device.type == "meta" else storage.nbytes()
+            known = self._storages[storage] = _Storage(kind, nbytes)
+            self._add(kind, nbytes)
             weakref.finalize(storage, self._free, known).atexit = False
             if self._stages:
                 self._of_collective[self._stages[-1].collective].add(storage)
@@ -298,6 +302,7 @@ class EventRecorder(TorchDispatchMode):
 
     def _add(self, kind: MemoryKind, nbytes: int) -> None:
         self._allocated[kind] += nbytes
+        self.most[kind] = max(self.most.get(kind, 0), self._allocated[kind])
         if nbytes > 0:
             self._update_worst()
 
