@@ -83,7 +83,7 @@ def rule_for(call: OperatorCall) -> AxisRule | None:
         return cat
     if name in ("view", "_unsafe_view", "reshape"):
         return view
-    if _all_of_one_chunk(call):
+    if _all_are_shards(call):
         return as_shard
     if name in ("split", "split_with_sizes"):
         return split
@@ -101,7 +101,7 @@ def rule_for(call: OperatorCall) -> AxisRule | None:
 
 
 def as_shard(call: OperatorCall) -> AxisDecision:
-    """Decides all operators whose interleaved inputs have one chunk each, like a Shard.
+    """Decides all operators whose interleaved inputs have the local tensors of a Shard.
 
     Torch decides everything; its Shards become InterleavedShards again, for `cat`.
     """
@@ -209,9 +209,9 @@ def _addend(
     return _with_dim(lead, aligned)
 
 
-def _all_of_one_chunk(call: OperatorCall) -> bool:
+def _all_are_shards(call: OperatorCall) -> bool:
     return all(
-        placement.interleaves == 1
+        placement.is_shard
         for spec in call.specs
         for placement in spec.placements
         if isinstance(placement, InterleavedShard)
@@ -235,10 +235,8 @@ def _aligned(
 def _even(operand: TensorOperand, on_axis: AxisPlacement) -> bool:
     placement = on_axis.placement
     assert isinstance(placement, InterleavedShard)
-    return (
-        placement.chunk(tensor_meta_of(operand.spec).shape) % operand.spec.mesh.size(on_axis.axis)
-        == 0
-    )
+    ranks = operand.spec.mesh.size(on_axis.axis)
+    return placement.chunk(tensor_meta_of(operand.spec).shape) % (ranks * placement.unit) == 0
 
 
 def _may_be_empty(operand: TensorOperand, on_axis: AxisPlacement) -> bool:
@@ -249,7 +247,9 @@ def _may_be_empty(operand: TensorOperand, on_axis: AxisPlacement) -> bool:
 
 def _one_kind(found: list[AxisPlacement | None]) -> bool:
     kinds = {
-        f.placement.interleaves for f in found if f and isinstance(f.placement, InterleavedShard)
+        (f.placement.interleaves, f.placement.unit)
+        for f in found
+        if f and isinstance(f.placement, InterleavedShard)
     }
     return len(kinds) == 1
 
@@ -261,4 +261,4 @@ def _dim(on_axis: AxisPlacement) -> int:
 
 def _with_dim(on_axis: AxisPlacement, dim: int) -> AxisPlacement:
     assert isinstance(on_axis.placement, InterleavedShard)
-    return AxisPlacement(on_axis.axis, InterleavedShard(dim, on_axis.placement.interleaves))
+    return AxisPlacement(on_axis.axis, on_axis.placement.with_dim(dim))
