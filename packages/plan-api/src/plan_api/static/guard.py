@@ -23,6 +23,7 @@ from plan_api.static.coverage import CallCoverage
 from plan_api.static.fully_shard import FullyShardedParams
 from plan_api.static.gradients import LocalParamGradients
 from plan_api.static.local_params import LocalParam
+from plan_api.static.replicated_units import ReplicatedUnits
 from plan_api.static.shadow_model import is_compiled, is_fake, shadow_of
 
 __all__ = ["Guard"]
@@ -61,6 +62,7 @@ class Guard:
         self._local_params, self._gradients = local_params, gradients
         self._fully_sharded = fully_sharded
         self._call_coverage, self._remaining_steps, self._checking = call_coverage, steps, False
+        self._units = ReplicatedUnits(lowered.uneven_units)
         self._model = weakref.ref(model)
         self.handles: tuple[RemovableHandle, ...] = (
             model.register_forward_pre_hook(self._before_call, with_kwargs=True, prepend=True),
@@ -131,19 +133,30 @@ class Guard:
 
         def as_dtensor(tensor: torch.Tensor) -> torch.Tensor:
             param = unsharded.get(id(tensor))
-            return self._as_dtensor(tensor) if param is None else param
+            return self._units.tensor(self._as_dtensor(tensor) if param is None else param)
 
         shadow = shadow_of(model, as_dtensor)
         sites, indices = self._lowered.sites, self._lowered.indices
-        schedules = self._lowered.schedules
-        handles = [*install_eager(shadow, sites, schedules, indices, self._mesh, SiteCoverage([]))]
+        schedules = self._units.schedules(self._lowered.schedules)
+        handles = [
+            *install_eager(
+                shadow, sites, schedules, indices, self._mesh, SiteCoverage([]),
+                self._units.redistribution,
+            )
+        ]  # fmt: skip
         handles += self._fully_sharded.install_casts(shadow)
         local_params = {**self._gradients.by_name(), **self._fully_sharded.gradients(model)}
         try:
-            return compare_modes(shadow, model, local_params, self._mesh, args, kwargs)
+            differences = compare_modes(
+                shadow, model, local_params, self._mesh, args, kwargs, self._units.is_replicated
+            )
         finally:
             for handle in handles:
                 handle.remove()
+        if not self._units.exist:
+            return differences
+        # Eager replicates what static mode shards: it sends less, and sums in another order.
+        return [one for one in differences if one.is_wrong]
 
     def _before_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._remaining_steps or not torch.is_grad_enabled():

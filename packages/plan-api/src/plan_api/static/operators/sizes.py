@@ -9,8 +9,8 @@ import torch
 
 from plan_api.ops.cross_entropy import LogitsSharding
 from plan_api.ops.function_calls import TorchFunction
-from plan_api.runtime.local_shards import TensorSizes, chunk_length
-from plan_api.static.operators.shards import sharding_of_classes, shards_of
+from plan_api.runtime.local_shards import TensorSizes, shard_length
+from plan_api.static.operators.shards import Sharding, sharding_of_classes, shards_of
 
 __all__ = ["embedding", "sized", "split"]
 
@@ -22,10 +22,9 @@ def sized(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     def with_local_sizes(tensor: torch.Tensor, *sizes: Any, **kwargs: Any) -> Any:
         shape = [*(sizes[0] if sizes and isinstance(sizes[0], Sequence) else sizes)]
         shape = shape or [*kwargs.pop("shape", kwargs.pop("size", ()))]
-        for dim, ranks, rank in shards:
-            if dim >= len(shape):  # not the annotated tensor: labels beside logits, for instance
-                continue
-            shape[dim] = _local_size(shape[dim], ranks, rank)
+        for shard in shards:
+            if shard.dim < len(shape):  # or labels beside the annotated logits, for instance
+                shape[shard.dim] = _local_size(shape[shard.dim], shard)
         return function(tensor, tuple(shape), **kwargs)
 
     return with_local_sizes
@@ -36,9 +35,9 @@ def split(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     shards = shards_of(sizes)
 
     def local_size(size: int, sharded: int) -> int:
-        for dim, ranks, rank in shards:
-            if dim == sharded:
-                size = _local_size(size, ranks, rank)
+        for shard in shards:
+            if shard.dim == sharded:
+                size = _local_size(size, shard)
         return size
 
     def with_local_sizes(tensor: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
@@ -70,5 +69,5 @@ def embedding(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     return sharded_embedding
 
 
-def _local_size(size: int, ranks: int, rank: int) -> int:
-    return size if size == -1 else chunk_length(size, ranks, rank)
+def _local_size(size: int, shard: Sharding) -> int:
+    return size if size == -1 else shard_length(shard.placement, size, shard.ranks, shard.rank)
