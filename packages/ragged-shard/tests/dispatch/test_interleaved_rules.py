@@ -134,8 +134,16 @@ def in_units():
         assert_close(found.full_tensor(), expected, rtol=1e-6, atol=1e-6, what=name)
     expected = torch.nn.utils.get_total_norm([x, weight])
     assert_close(norm.full_tensor(), expected, rtol=1e-6, atol=1e-6, what="norm")
+    empty = distribute_tensor(x, mesh, [InterleavedShard(0, 1, unit=12)])  # of the second rank
+    with CommLog() as log, ragged_shard.strict():
+        norm = torch.nn.utils.get_total_norm([empty, placed])
+    log.assert_counts({"all_reduce": 1})
+    expected = torch.nn.utils.get_total_norm([x, x])
+    assert_close(norm.full_tensor(), expected, rtol=1e-6, atol=1e-6, what="norm of empty shards")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ragged_shard.RaggedShardFallbackWarning)
+        largest = torch.nn.utils.get_total_norm([empty, placed], float("inf")).full_tensor()
+        assert_bitwise(largest, x.abs().max(), "largest")
         for name, function in {
             "mean": torch.mean,
             "heads": lambda x: x.view(3, 4, 8),

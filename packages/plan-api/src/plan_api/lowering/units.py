@@ -16,6 +16,7 @@ from typing import SupportsIndex
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial
 
 from plan_api.lowering.ir import HookPoint, Op, OpKind, Schedule, UnevenUnits
 from plan_api.lowering.model_names import is_inside, named_state
@@ -187,11 +188,15 @@ def _sharded_units(
 ) -> Iterator[_ShardedUnits]:
     """Yields the dims that are sharded in units while their module runs on shards.
 
-    Args:
-        groups: whether units of several names are those of all names, and not of the last one.
+    Units of several names are those of all names with ``groups``, and else those of the last one.
     """
     regions = {op.path for op in ops if op.kind is OpKind.LOCAL}
-    redistributed = {(op.path, op.axis) for op in ops if op.hook_point is HookPoint.FORWARD}
+    # A sum over units, which is a module's output then, is no output that is gathered.
+    redistributed = {
+        (op.path, op.axis)
+        for op in ops
+        if op.hook_point is HookPoint.FORWARD and not isinstance(op.src, Partial)
+    }
     tensors = dict(named_state(model))
     for op in ops:
         unit = _unit_of(op) if op.kind is OpKind.SHARD else None

@@ -1,8 +1,9 @@
 """Refuses plans that do not fit a model, before anything is changed or communicated.
 
 Here are all checks of a plan against a model, but those of names: `lower` reports the entries that
-match nothing when it resolves them. Shards of units are in `plan_api.lowering.units`. Static mode
-has its own requirements, in `plan_api.static.validate`; `plan_api.runtime.agreement` compares plans between ranks.
+match nothing when it resolves them, and those of units, in `units`. Static mode has its own
+requirements, in `plan_api.static.validate`; `plan_api.runtime.agreement` compares plans between
+ranks.
 """
 
 from __future__ import annotations

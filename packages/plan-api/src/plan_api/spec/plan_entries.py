@@ -363,7 +363,7 @@ def _checked_unit(unit: Unit, what: str) -> int | str | tuple[str, ...]:
     if isinstance(unit, Sequence) and unit and all(isinstance(name, str) for name in unit):
         return tuple(unit)
     if isinstance(unit, bool) or not isinstance(unit, SupportsIndex):
-        raise ValueError(f"{what}: unit: expected a size or attributes' names, got {unit!r}")
+        raise ValueError(f"{what}: unit: expected a size or an attribute's name, got {unit!r}")
     unit = operator.index(unit)
     if unit < 1:
         raise ValueError(f"{what}: unit: expected at least 1, got {unit}")

@@ -23,8 +23,7 @@ from plan_api.static.coverage import CallCoverage
 from plan_api.static.fully_shard import FullyShardedParams
 from plan_api.static.gradients import LocalParamGradients
 from plan_api.static.local_params import LocalParam
-from plan_api.static.replicated_units import ReplicatedUnits
-from plan_api.static.shadow_model import is_compiled, is_fake, shadow_of
+from plan_api.static.shadow_model import ReplicatedUnits, is_compiled, is_fake, shadow_of
 
 __all__ = ["Guard"]
 

@@ -61,7 +61,7 @@ def gpt2(
         fused = interleaved_shard(2, 3, "gpt2")
         plan.annotate(rf"{layer}\.attn\.c_attn.<op:view:1>", fused, tp, unit="head_dim")
         plan.annotate(rf"{layer}\.mlp\.c_fc.<op:view:1>", Shard(2), tp)
-        plan.annotate(rf"{layer}\.attn.<op:split>", Shard(2), tp, unit="head_dim")
+        plan.annotate(rf"{layer}\.attn.<op:split>", fused, tp, unit="head_dim")
         plan.annotate(weights, Shard(1), tp)
         if sp:
             end = r"transformer\.ln_f.<out>"

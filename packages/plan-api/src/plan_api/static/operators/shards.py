@@ -36,6 +36,12 @@ class Sharding:
     ranks: int
     rank: int
 
+    @property
+    def parts(self) -> int:
+        """The parts of a fused projection, each of which is sharded."""
+        parts: int = getattr(self.placement, "interleaves", 1)
+        return parts
+
 
 def shards_of(sizes: TensorSizes) -> list[Sharding]:
     """Returns the sharded dims of a tensor."""

@@ -8,6 +8,8 @@ Operators for which the index of a row matters (views, splits) have rules of the
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.distributed.tensor import Replicate
 
@@ -157,11 +159,20 @@ def elementwise_lists(call: OperatorCall) -> AxisDecision | None:
 
 
 def reduced_lists(call: OperatorCall) -> AxisDecision | None:
-    """Decides `_foreach_norm` and `_foreach_max`, if all ranks have rows."""
+    """Decides `_foreach_norm` and `_foreach_max`: of a maximum all ranks need rows."""
+    if _norm_is_a_sum(call):
+        return elementwise_lists(call)
     found = [(operand, interleaved_placement(operand.spec)) for operand in call.operands]
     if any(on_axis is not None and _may_be_empty(operand, on_axis) for operand, on_axis in found):
         return None
     return elementwise_lists(call)
+
+
+def _norm_is_a_sum(call: OperatorCall) -> bool:
+    """Whether it is a norm whose term of an empty shard is 0."""
+    order = call.argument("ord", default=2)
+    is_norm = call.op._schema.name == "aten::_foreach_norm"
+    return is_norm and isinstance(order, int | float) and 0 < order < math.inf
 
 
 def product(call: OperatorCall) -> AxisDecision | None:
