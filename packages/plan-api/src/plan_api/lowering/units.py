@@ -140,7 +140,7 @@ class _ShardedUnits:
     @property
     def is_uneven(self) -> bool:
         """Whether shards of equal sizes would end within a unit."""
-        return self.number % math.prod(self.axes.values()) != 0 and self.number != 1
+        return self.number % math.prod(self.axes.values()) != 0
 
     @property
     def region(self) -> str:
@@ -158,7 +158,7 @@ class _ShardedUnits:
 
     def undivided(self) -> Iterator[str]:
         """Yields what is wrong for DTensors if the axes do not divide the units."""
-        if not self.is_uneven:
+        if not self.is_uneven or self.number == 1:
             return
         along = " and ".join(f"{axis!r} of size {ranks}" for axis, ranks in self.axes.items())
         along = f"axis {along} does" if len(self.axes) == 1 else f"axes {along} do"
