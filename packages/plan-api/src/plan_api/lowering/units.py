@@ -164,7 +164,8 @@ class _ShardedUnits:
         along = f"axis {along} does" if len(self.axes) == 1 else f"axes {along} do"
         yield (
             f"{self._what} is {self.number} times {self.unit}, and {along} not divide "
-            f"{self.number}; use mode='static', where ranks have different numbers of them, "
+            f"{self.number}; use mode='static' without example_inputs, where ranks have "
+            f"different numbers of them, "
             f"replicate it there, by Replicate(), or gather what the module returns, by "
             f"shard('{self.op.path}.<out>', Replicate(), {self.op.axis!r})"
         )

@@ -90,20 +90,30 @@ class Guard:
         remaining, self._remaining_steps, self._checking = self._remaining_steps, 0, True
         model = self._model()
         assert model is not None
+        failed: StaticError | None = None
+        differences: list[Difference] = []
         try:
             zeros = self._zero_params()
             with _filled(zeros), self._fully_sharded.unsharded(model):
                 differences = self._compare_with_eager(model, args, kwargs)
+        except StaticError as error:
+            if not all(is_fake(one.tensor) for one in self._local_params):
+                raise  # what other ranks send no one receives
+            failed = error
         finally:
             self._remaining_steps, self._checking = remaining, False
         wrong = [difference for difference in differences if difference.is_wrong]
-        if true_on_any_rank(bool(wrong), self._mesh):
+        if true_on_any_rank(bool(wrong or failed), self._mesh):
+            own = failed.site if failed is not None else wrong[0].site if wrong else ""
+            site = first_site_on_any_rank(own, self._mesh)
+            if failed is not None:
+                raise failed
             lines = "\n".join(map(str, wrong[:5])) or "no difference on this rank, but on another"
             raise StaticError(
                 f"static mode does not compute what Eager does; differences in the order in which "
                 f"they arose:\n{lines}\nadd to the plan how the tensors there are placed, or use "
                 f"mode='eager'",
-                first_site_on_any_rank(wrong[0].site if wrong else "", self._mesh),
+                site,
             )
         self._call_coverage.mark_validated()
         self._call_coverage.begin_call()  # the validated call itself follows
