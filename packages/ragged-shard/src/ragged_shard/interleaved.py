@@ -49,7 +49,7 @@ class InterleavedShard(Placement):
                 raise ValueError(f"InterleavedShard: expected {name} >= 1, got {value}")
 
     @property
-    def is_shard(self) -> bool:
+    def equals_shard(self) -> bool:
         """Whether local tensors are those of a Shard of the dim."""
         return self.interleaves == 1 and self.unit == 1
 

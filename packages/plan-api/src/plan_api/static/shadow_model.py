@@ -199,7 +199,8 @@ class ReplicatedUnits:
         """Returns a parameter of Eager, gathered if it is sharded in units."""
         if not isinstance(tensor, DTensor) or not any(map(_has_units, tensor.placements)):
             return tensor
-        gathered = tensor.detach().redistribute(placements=_without_units(tensor.placements))
+        detached: Any = tensor.detach()
+        gathered: DTensor = detached.redistribute(placements=_without_units(tensor.placements))
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(gathered, tensor.requires_grad)
         return gathered

@@ -199,7 +199,7 @@ def _shards_of_dim_0(placements: Sequence[Placement]) -> tuple[Placement | None,
 def _is_shard(on_axis: AxisPlacement) -> bool:
     """Whether a decision's placement has a Shard's local tensors, so that torch may move it."""
     placement = on_axis.placement
-    return isinstance(placement, InterleavedShard) and placement.is_shard
+    return isinstance(placement, InterleavedShard) and placement.equals_shard
 
 
 def _elementwise(schema: OpSchema, propagator: Any) -> OutputSharding | None:

@@ -126,7 +126,7 @@ def _canonical(placements: Placements, shape: Sequence[int]) -> Placements:
             factor = int(placement.split_factor)
             if is_only_shard and shape[dim] % factor == 0:
                 placements = replace_axis(placements, axis, InterleavedShard(dim, factor))
-        elif placement.is_shard:
+        elif placement.equals_shard:
             placements = replace_axis(placements, axis, Shard(dim))
         elif any(dim_of(other) == dim for other in placements[:axis]) and placement.unit == 1:
             strided = _StridedShard(dim, split_factor=placement.interleaves)

@@ -222,7 +222,7 @@ def _addend(
 
 def _all_are_shards(call: OperatorCall) -> bool:
     return all(
-        placement.is_shard
+        placement.equals_shard
         for spec in call.specs
         for placement in spec.placements
         if isinstance(placement, InterleavedShard)

@@ -99,7 +99,7 @@ def view(call: OperatorCall) -> AxisDecision | None:
     target = _viewed(placement, shape, size, spec.mesh.size(on_axis.axis))
     if target is None:
         one_chunk = AxisDecision((on_axis,), (on_axis,), as_shard=True)
-        return one_chunk if placement.is_shard else None
+        return one_chunk if placement.equals_shard else None
 
     return AxisDecision(
         (on_axis,), (AxisPlacement(on_axis.axis, target),), {call.position("size"): local_size}
