@@ -70,6 +70,11 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             "--tp 3: expected a divisor of num_attention_heads = 8, got 3; --tp 1 or 2 would fit",
         ),
         (
+            {"system": "plan", "dp_shard": 2, "tp": 3, "zero3": True, "static": True},
+            6,
+            "--tp 3: expected a divisor of num_attention_heads = 8, got 3; --tp 1 or 2 would fit",
+        ),
+        (
             {"system": "plan", "dp_shard": -1, "tp": 3},
             4,
             r"--dp-shard -1: expected other .* the 4 ranks, got 3 \(tp 3\); .* is 1, 2 or 4",

@@ -121,11 +121,13 @@ def uneven_tensor_parallelism():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     torch.manual_seed(0)
     given = {"rows": torch.randn(11, 6), "experts": torch.randn(3, 4, 2), "one": torch.randn(1, 8)}
-    given["qkv"] = torch.randn(9, 6)
+    given["qkv"], given["columns"] = torch.randn(9, 6), torch.randn(4, 12)
     how = {n: Shard(0) for n in given} | {"qkv": InterleavedShard(0, 3)}
+    how["columns"] = InterleavedShard(1, 1, unit=4)  # 8 columns and 4
     inner = {n: Inner(mesh, (how[n],), tuple(t.shape)) for n, t in given.items()}
     largest = {"rows": (6, 6), "experts": (2, 4, 2), "one": (1, 8), "qkv": (6, 6)}
-    blocks = {"rows": 6, "experts": 3, "one": 1, "qkv": 18}
+    largest["columns"] = (4, 8)
+    blocks = {"rows": 6, "experts": 3, "one": 1, "qkv": 18, "columns": 32}
     specs = [TensorSpec(n, torch.Size(s).numel(), blocks[n], s) for n, s in largest.items()]
     layout = plan_layout(specs, 2)
     local = {

@@ -342,22 +342,6 @@ def test_interleaved_parameters_are_clipped_stepped_and_saved(tmp_path):
     run_ranks(load, 2, run_ranks(check, 4, timeout=120)[0], timeout=60)
 
 
-def test_columns_that_other_axes_do_not_divide_are_refused_by_name():
-    def check():
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        for placement in (Shard(1), InterleavedShard(1, 2)):
-            model = nn.Linear(6, 4, bias=False)  # two chunks of 3 columns
-            if isinstance(placement, Shard):
-                model = nn.Linear(5, 4, bias=False)
-            weight = distribute_tensor(model.weight.detach(), mesh["tp"], [placement])
-            model.weight = nn.Parameter(weight)
-            with pytest.raises(ValueError, match=r"'weight' of .*expected .* in equal parts"):
-                fully_shard(model, mesh=mesh["dp"])
-            assert model.weight.placements == (placement,)  # as before
-
-    run_ranks(check, 2)
-
-
 def test_tiles_split_by_interleaved_chunks_are_refused_by_name():
     def check():
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))

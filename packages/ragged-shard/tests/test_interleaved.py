@@ -23,8 +23,13 @@ def test_fewer_than_one_chunk_is_refused(interleaves):
         InterleavedShard(0, interleaves)
 
 
+def test_a_unit_below_one_is_refused():
+    with pytest.raises(ValueError, match="expected unit >= 1, got 0"):
+        InterleavedShard(0, 1, unit=0)
+
+
 @pytest.mark.parametrize("value", [1.0, "1", None])
-@pytest.mark.parametrize("name", ["dim", "interleaves"])
+@pytest.mark.parametrize("name", ["dim", "interleaves", "unit"])
 def test_arguments_that_are_no_integers_are_refused(name, value):
     arguments = {"dim": 0, "interleaves": 2} | {name: value}
     with pytest.raises(TypeError, match=re.escape(f"an integer for {name}, got {value!r}")):
@@ -50,6 +55,11 @@ def test_arguments_that_are_no_integers_are_refused(name, value):
             (3, 8),
             "expected a number of chunks that divides 8, the size of dim 1, got 3",
         ),
+        (
+            InterleavedShard(0, 2, unit=4),
+            (12, 8),
+            "expected a unit that divides 6, the size of a chunk of dim 0, got 4",
+        ),
     ],
     ids=str,
 )
@@ -71,7 +81,8 @@ def test_a_negative_dim_counts_from_the_end():
 def test_dim_and_chunks_are_what_it_is():
     assert InterleavedShard(1, 3) == PLACEMENT
     assert hash(InterleavedShard(1, 3)) == hash(PLACEMENT)
-    for other in (InterleavedShard(0, 3), InterleavedShard(1, 2), Shard(1), (1, 3)):
+    others = (InterleavedShard(0, 3), InterleavedShard(1, 2), InterleavedShard(1, 3, 2))
+    for other in (*others, Shard(1), (1, 3)):
         assert other != PLACEMENT
         assert len({PLACEMENT, other}) == 2
 
@@ -98,22 +109,31 @@ def test_its_repr_makes_it_again():
     assert repr(PLACEMENT) == "InterleavedShard(dim=1, interleaves=3)"
     assert eval(repr(PLACEMENT)) == PLACEMENT
     assert str(PLACEMENT) == "IS(1,3)"
+    of_units = InterleavedShard(1, 3, unit=4)
+    assert eval(repr(of_units)) == of_units
+    assert str(of_units) == "IS(1,3x4)"
+    assert pickle.loads(pickle.dumps(of_units)) == of_units
+    assert InterleavedShard(-1, 3, unit=4).normalized(2) == of_units
     source, names = PLACEMENT.__fx_repr__()
     assert eval(source, dict(names)) == PLACEMENT
 
 
 @given(
     chunks=st.integers(1, 4),
-    chunk=st.integers(0, 7),
+    units=st.integers(0, 7),
+    unit=st.integers(1, 3),
     others=st.integers(0, 3),
     axis_size=st.integers(1, 5),
     dim=st.integers(0, 1),
 )
-def test_each_chunk_is_cut_as_torch_cuts_it(chunks, chunk, others, axis_size, dim):
+def test_the_units_of_each_chunk_are_cut_as_torch_cuts_them(
+    chunks, units, unit, others, axis_size, dim
+):
+    chunk = units * unit
     shape = (chunks * chunk, others) if dim == 0 else (others, chunks * chunk)
-    placement = InterleavedShard(dim, chunks)
-    indices = torch.arange(chunk)
-    expected = [part.tolist() for part in indices.chunk(axis_size)]
+    placement = InterleavedShard(dim, chunks, unit)
+    indices = torch.arange(chunk).view(units, unit)
+    expected = [part.flatten().tolist() for part in indices.chunk(axis_size)]
     expected += [[]] * (axis_size - len(expected))
     for rank in range(axis_size):
         assert list(placement.piece(shape, axis_size, rank)) == expected[rank]

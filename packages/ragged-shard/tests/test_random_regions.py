@@ -17,6 +17,7 @@ LAYOUTS = {
     "an owner": ((2,), [RaggedShard.owned_by(1, 2)]),
     "interleaved": ((2,), [InterleavedShard(0, 3)]),
     "interleaved unevenly": ((3,), [InterleavedShard(1, 2)]),
+    "interleaved in units": ((2,), [InterleavedShard(0, 2, unit=2)]),
     "hybrid": ((2, 2), [R, RaggedShard((0,), (1, 3))]),
     "strided": ((2, 2), [StridedRaggedShard((0,), (1, 5), 2), Shard(0)]),
     "over uneven rows": ((2, 5), [StridedRaggedShard((0, 1), (10, 14), 5, 1), Shard(0)]),

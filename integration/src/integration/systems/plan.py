@@ -72,8 +72,10 @@ class PlanSystem(System):
                 f"--cp: expected a llama, whose attention it supports, got a {shape.family};"
                 " leave it out"
             )
-        fields = shape.tensor_parallel_sizes
-        require_divisors(shape, fields, "--tp", degrees.tp, degrees.fitting("tp"))
+        # In static mode ranks may have different numbers of heads, but in phases of one dim.
+        if not degrees.static or degrees.zero3:
+            fields = shape.tensor_parallel_sizes
+            require_divisors(shape, fields, "--tp", degrees.tp, degrees.fitting("tp"))
         if degrees.cp_method == "ulysses" and isinstance(shape, DecoderShape):
             _require_heads(shape, degrees)
 

@@ -75,7 +75,7 @@ def checked(
     tensors = [LocalTensor(tensor_shape(layout, i)) for i in range(len(layout.specs))]
     for i, other in found.items():
         what = f"tensor {i} ({layout.specs[i].name!r})"
-        tensors[i] = checked_inner(other, mesh, tensors[i].shape, what)
+        tensors[i] = checked_inner(other, mesh, tensors[i].shape, layout.specs[i].block, what)
     return Checked(placements, axis, _device(device, mesh), found, tuple(tensors))
 
 

@@ -37,7 +37,8 @@ class Inner:
     The layout is then of the local tensor of these axes, which the buffer shards further. Where the
     axes divide dim 0 unevenly, as a vocabulary or experts, it is of the largest local tensor, so
     that all ranks have the same layout: a smaller one is the begin of its place in the buffer, and
-    the rest is padding.
+    the rest is padding. Where they divide another dim unevenly, whose rows are then shorter, the
+    layout's block is the whole tensor, which one rank has.
 
     Attributes:
         mesh: of named axes, the buffer's among them.
@@ -145,7 +146,7 @@ class LocalTensor:
 
     Attributes:
         shape: the layout's, or one with fewer rows.
-        bases_differ: whether other axes divide dim 0 unevenly; see `Inner`.
+        bases_differ: whether other axes divide a dim unevenly; see `Inner`.
     """
 
     shape: tuple[int, ...]
@@ -157,19 +158,22 @@ class LocalTensor:
         return Interval(min(part.start, numel), min(part.stop, numel))
 
 
-def checked_inner(inner: Inner, mesh: DeviceMesh, shape: tuple[int, ...], what: str) -> LocalTensor:
+def checked_inner(
+    inner: Inner, mesh: DeviceMesh, shape: tuple[int, ...], block: int, what: str
+) -> LocalTensor:
     """Returns the local tensor of a tensor's other axes, which have to go with a buffer.
 
     Args:
         inner: of the tensor.
         mesh: the buffer's.
         shape: of the tensor, as the layout has it.
+        block: of the tensor, in elements.
         what: names the tensor.
 
     Raises:
         ValueError: axes without names, or not the buffer's among them; too few placements; a dim
-            other than the first is divided unevenly; a layout for another local shape. All ranks
-            agree.
+            other than the first is divided unevenly, and the block is not the whole tensor; a
+            layout for another local shape. All ranks agree.
     """
     names, own = inner.mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
     if not own or not set(own) <= set(names):
@@ -185,7 +189,7 @@ def checked_inner(inner: Inner, mesh: DeviceMesh, shape: tuple[int, ...], what: 
         )
     local = inner.shape
     for axis, placement in zip(others, inner.placements, strict=True):
-        if dim_of(placement) == 0:
+        if dim_of(placement) == 0 or block >= math.prod(shape):
             continue
         size = inner.mesh.size(axis)
         left = even_shape(local, (size,), (placement,))
@@ -194,7 +198,8 @@ def checked_inner(inner: Inner, mesh: DeviceMesh, shape: tuple[int, ...], what: 
             raise ValueError(
                 f"DBuffer: expected {what} to be sharded evenly on axis {names[axis]!r} of {size} "
                 f"ranks, got {placement} of shape {inner.shape}; pad dim {dim_of(placement)} to a "
-                f"multiple of {wanted}"
+                f"multiple of {wanted}, or plan the layout with a block of all its "
+                f"{math.prod(shape)} elements, which one rank has then"
             )
         local = left
     sizes = [inner.mesh.size(axis) for axis in others]

@@ -12,6 +12,8 @@ from plan_api.installation import apply_plan
 from plan_api.options import ParallelizeOptions
 from plan_api.plan import Plan
 from plan_api.static.generation.communication import plan_communication
+from plan_api.static.generation.entries import split_policies
+from plan_api.static.generation.example_step import ExampleStep
 
 __all__ = ["parallelize"]
 
@@ -76,8 +78,9 @@ def parallelize(
         example_inputs: of one step, as a tuple of arguments or a dict of keyword arguments, the
             same on all ranks, as `plan_communication` takes them: the redistributions that it adds
             to the plan are installed as well, and are in ``installed(model).plan``, which
-            `explain` prints. It runs a few steps of Eager on FakeTensors. None: the plan is
-            installed as written.
+            `explain` prints. It runs a few steps of Eager on FakeTensors, and in static mode one
+            of both modes, so that what static mode cannot run is an error here, and not of the
+            first step. None: the plan is installed as written.
 
     Returns:
         the model.
@@ -95,6 +98,9 @@ def parallelize(
     )
     if example_inputs is not None:
         plan = plan_communication(plan, model, example_inputs, use=use)
+    if example_inputs is not None and mode == "static":
+        step = ExampleStep.checked("parallelize", plan, model, example_inputs, True, use)
+        step.check_static(split_policies(plan)[0])
     overrides = apply_plan(model, plan, options, strict=strict).overrides
     if overrides:
         text = "\n".join(map(str, overrides))

@@ -119,7 +119,7 @@ def apply_plan(
         types: in static mode, checks the types of tensors while modules run; see `typecheck`.
     """
     _check_rank_and_model(plan.mesh, model)
-    lowered = lower(plan, model, strict=strict)
+    lowered = lower(plan, model, strict=strict, mode=options.mode)
     reduced_by_fsdp = names_reduced_by_fsdp(
         model, lowered.fully_sharded, lowered.schedules, plan.mesh
     )

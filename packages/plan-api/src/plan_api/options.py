@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -39,7 +40,7 @@ class ParallelizeOptions:
             chosen.
     """
 
-    mode: str
+    mode: Literal["eager", "static"]
     guard_steps: int
     src_data_rank: int | None
     bucket_mb: float | None
@@ -57,7 +58,7 @@ class ParallelizeOptions:
     def checked(
         cls,
         mesh: DeviceMesh,
-        mode: str,
+        mode: Literal["eager", "static"],
         guard_steps: int | None,
         src_data_rank: int | None,
         bucket_mb: float | None,

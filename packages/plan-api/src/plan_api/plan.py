@@ -75,7 +75,7 @@ class Plan(PlanEntries):
         Raises:
             ValueError: the plan does not fit the model.
         """
-        lowered = lower(self, model)
+        lowered = lower(self, model, mode="static")  # which takes what Eager takes, and more
         plan = type(self)(self.mesh, cover=self.cover)
         plan.of_stage = self.of_stage
         plan._entries = [entry_with_values(entry, lowered) for entry in self.entries]

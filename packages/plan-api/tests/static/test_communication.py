@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from plan_api import (
     Plan,
+    StaticError,
     explain,
     generate_static,
     installed,
@@ -338,6 +339,65 @@ def test_example_inputs_that_do_not_fit_are_refused_before_the_model_is_changed(
     with pytest.raises(ValueError, match="expected example_inputs as a tuple"):
         parallelize(model, Plan(mesh), example_inputs=torch.randn(4, 16))
     assert not any(isinstance(param, DTensor) for param in model.parameters())
+
+
+class Resized(nn.Module):
+    """Its code names a global size, which is a local one in static mode."""
+
+    def __init__(self, *sizes):
+        super().__init__()
+        self.up, self.sizes = nn.Linear(16, 8, bias=False), sizes
+
+    def forward(self, x):
+        return self.up(x).view(*self.sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((8, 8), "(?s)the model fails in its own code, .* its code may name global sizes"),
+        ((-1, 8), r"is returned by the model: expected \(8, 1\) on this rank as in Eager"),
+    ],
+    ids=["that local tensors do not have", "that local tensors have otherwise"],
+)
+def test_what_static_mode_cannot_run_is_refused_before_the_model_is_changed(mesh, sizes, message):
+    plan = Plan(mesh).redistribute("<in>", R, R).shard(r"up\.weight", S0)
+    plan.annotate("<out>", S1, "tp")
+    model, inputs = Resized(*sizes), (torch.randn(8, 16),)
+    with pytest.raises(StaticError, match=message):
+        parallelize(model, plan, mode="static", example_inputs=inputs)
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    plan.annotate("<op:view>", S1, "tp")
+    parallelize(model, plan, mode="static", example_inputs=inputs)(*inputs)
+
+
+class NeedsTwo(nn.Module):
+    """Its code needs two features, and of three a rank has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 3, bias=False)
+
+    def forward(self, x):
+        y = self.up(x)
+        if y.shape[-1] == 1:
+            raise RuntimeError("one feature")
+        return y
+
+
+@pytest.mark.ranks
+def test_what_fails_on_one_rank_is_refused_on_all():
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = Plan(mesh).redistribute("<in>", R, R).shard(r"up\.weight", S0)
+        plan.redistribute("<out>", S1, R, grad_src=R, grad_dst=S1)
+        model = NeedsTwo()
+        try:
+            parallelize(model, plan, mode="static", example_inputs=(torch.ones(2, 4),))
+        except StaticError as error:
+            return type(model.up.weight) is nn.Parameter, "one feature" in str(error)
+
+    assert run_ranks(check, 2) == [(True, False), (True, True)]
 
 
 @pytest.mark.parametrize("also", ["sum", "router"])

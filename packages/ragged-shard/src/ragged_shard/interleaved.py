@@ -1,4 +1,4 @@
-"""InterleavedShard: shards each of several equal chunks of a dim."""
+"""InterleavedShard: shards each of several equal chunks of a dim, in units of rows."""
 
 from __future__ import annotations
 
@@ -19,30 +19,52 @@ class InterleavedShard(Placement):
     dims of which the second is sharded has the same result. (veScale, appendix 12.) As with
     `RaggedShard`, the first construction calls `ragged_shard.install`.
 
+    With ``unit`` rows of a chunk are sharded in units that are never split, `torch.chunk` being
+    applied to the units: of 3 heads of 4 rows, ``InterleavedShard(0, 1, unit=4)`` gives two ranks 8
+    and 4 rows, where ``Shard(0)`` gives each 6.
+
     Args:
         dim: of the tensor; a negative one counts from the last and is made positive when a tensor
             is placed.
         interleaves: the number of chunks, at least 1; it must divide the dim's size.
+        unit: the size of a unit, at least 1; it must divide the size of a chunk.
 
     Raises:
         TypeError: an argument is not an integer.
-        ValueError: there is less than one chunk.
+        ValueError: there is less than one chunk, or a unit is smaller than 1.
     """
 
     dim: int
     interleaves: int
+    unit: int
 
-    def __init__(self, dim: int, interleaves: int) -> None:
+    def __init__(self, dim: int, interleaves: int, unit: int = 1) -> None:
         super().__init__()
         ensure_installed()
         self.dim = _integer("dim", dim)
         self.interleaves = _integer("interleaves", interleaves)
-        if self.interleaves < 1:
-            raise ValueError(f"InterleavedShard: expected interleaves >= 1, got {interleaves}")
+        self.unit = _integer("unit", unit)
+        for name, value in (("interleaves", self.interleaves), ("unit", self.unit)):
+            if value < 1:
+                raise ValueError(f"InterleavedShard: expected {name} >= 1, got {value}")
+
+    @property
+    def equals_shard(self) -> bool:
+        """Whether local tensors are those of a Shard of the dim."""
+        return self.interleaves == 1 and self.unit == 1
 
     def normalized(self, ndim: int) -> InterleavedShard:
         """Returns the same placement with a positive dim, for a tensor of `ndim` dims."""
-        return self if self.dim >= 0 else InterleavedShard(self.dim + ndim, self.interleaves)
+        return self if self.dim >= 0 else self.with_dim(self.dim + ndim)
+
+    def with_dim(self, dim: int, interleaves: int | None = None) -> InterleavedShard:
+        """Returns a placement with the same units of another dim.
+
+        Args:
+            dim: of the tensor.
+            interleaves: the number of chunks; None: the same.
+        """
+        return InterleavedShard(dim, interleaves or self.interleaves, self.unit)
 
     def chunk(self, shape: Sequence[int]) -> int:
         """Returns the size of one chunk of the dim, for a base of this shape."""
@@ -51,7 +73,7 @@ class InterleavedShard(Placement):
     def piece(self, shape: Sequence[int], axis_size: int, rank: int) -> range:
         """Returns the indices within each chunk that a rank of the axis has."""
         chunk = self.chunk(shape)
-        size = -(-chunk // axis_size)
+        size = -(-chunk // (axis_size * self.unit)) * self.unit
         start = min(size * rank, chunk)
         return range(start, min(start + size, chunk))
 
@@ -65,7 +87,8 @@ class InterleavedShard(Placement):
         """Checks that the placement fits a base.
 
         Raises:
-            ValueError: the dim does not exist, or the number of chunks does not divide its size.
+            ValueError: the dim does not exist, the number of chunks does not divide its size, or a
+                chunk consists of no whole units.
         """
         if not 0 <= self.dim < len(base_shape):
             raise ValueError(
@@ -77,24 +100,32 @@ class InterleavedShard(Placement):
                 f"{self!r}: expected a number of chunks that divides {base_shape[self.dim]}, the "
                 f"size of dim {self.dim}, got {self.interleaves}"
             )
+        if self.chunk(base_shape) % self.unit:
+            raise ValueError(
+                f"{self!r}: expected a unit that divides {self.chunk(base_shape)}, the size of a "
+                f"chunk of dim {self.dim}, got {self.unit}"
+            )
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, InterleavedShard)
-            and (self.dim, self.interleaves) == (other.dim, other.interleaves)
+            and (self.dim, self.interleaves, self.unit)
+            == (other.dim, other.interleaves, other.unit)
         )  # fmt: skip
 
     def __hash__(self) -> int:
-        return hash(("InterleavedShard", self.dim, self.interleaves))
+        return hash(("InterleavedShard", self.dim, self.interleaves, self.unit))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (InterleavedShard, (self.dim, self.interleaves))
+        return (InterleavedShard, (self.dim, self.interleaves, self.unit))
 
     def __repr__(self) -> str:
-        return f"InterleavedShard(dim={self.dim}, interleaves={self.interleaves})"
+        unit = "" if self.unit == 1 else f", unit={self.unit}"
+        return f"InterleavedShard(dim={self.dim}, interleaves={self.interleaves}{unit})"
 
     def __str__(self) -> str:
-        return f"IS({self.dim},{self.interleaves})"
+        unit = "" if self.unit == 1 else f"x{self.unit}"
+        return f"IS({self.dim},{self.interleaves}{unit})"
 
     def __fx_repr__(self) -> tuple[str, dict[str, object]]:
         return repr(self), {"InterleavedShard": InterleavedShard}

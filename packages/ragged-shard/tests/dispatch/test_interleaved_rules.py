@@ -106,6 +106,58 @@ def test_chunks_that_are_cut_unevenly():
     run_ranks(uneven, 2)
 
 
+def in_units():
+    """Of 3 heads of 4 rows the ranks have 2 and 1."""
+    mesh = init_device_mesh("cpu", (2,))
+    heads = InterleavedShard(0, 1, unit=4)
+    x, weight = operand(12, 8), operand(8, 12)
+    placed = distribute_tensor(x, mesh, [heads])
+    columns = distribute_tensor(weight, mesh, [InterleavedShard(1, 1, unit=4)])
+    cases = {
+        "add": (placed + placed, x + x, heads),
+        "t": (placed.t(), x.t(), InterleavedShard(1, 1, unit=4)),
+        "product of rows": (placed @ replica(weight, mesh), x @ weight, heads),
+        "contracted": (columns @ placed, weight @ x, Partial()),
+        "behind": (placed.view(12, 2, 4), x.view(12, 2, 4), heads),
+        "foreach": (torch._foreach_mul([placed], 2.0)[0], x * 2, heads),
+        "fused": (
+            distribute_tensor(x, mesh, [InterleavedShard(0, 2, unit=2)]).chunk(2)[1],
+            x.chunk(2)[1],
+            InterleavedShard(0, 1, unit=2),
+        ),
+    }
+    with CommLog() as log, ragged_shard.strict():
+        norm = torch.nn.utils.get_total_norm([placed, columns])
+    log.assert_counts({"all_reduce": 1})
+    for name, (found, expected, placement) in cases.items():
+        assert found.placements == (placement,), (name, found.placements)
+        assert_close(found.full_tensor(), expected, rtol=1e-6, atol=1e-6, what=name)
+    expected = torch.nn.utils.get_total_norm([x, weight])
+    assert_close(norm.full_tensor(), expected, rtol=1e-6, atol=1e-6, what="norm")
+    empty = distribute_tensor(x, mesh, [InterleavedShard(0, 1, unit=12)])  # of the second rank
+    with CommLog() as log, ragged_shard.strict():
+        norm = torch.nn.utils.get_total_norm([empty, placed])
+    log.assert_counts({"all_reduce": 1})
+    expected = torch.nn.utils.get_total_norm([x, x])
+    assert_close(norm.full_tensor(), expected, rtol=1e-6, atol=1e-6, what="norm of empty shards")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ragged_shard.RaggedShardFallbackWarning)
+        largest = torch.nn.utils.get_total_norm([empty, placed], float("inf")).full_tensor()
+        assert_bitwise(largest, x.abs().max(), "largest")
+        for name, function in {
+            "mean": torch.mean,
+            "heads": lambda x: x.view(3, 4, 8),
+            "cat": lambda x: torch.cat([x, x]),
+            "softmax": lambda x: x.softmax(0),
+        }.items():
+            found = function(placed).full_tensor()
+            assert_close(found, function(x), rtol=1e-6, atol=1e-6, what=name)
+
+
+def test_units_are_kept_or_gathered():
+    run_ranks(in_units, 2)
+
+
 def mixed():
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(operand(4, 12), mesh, [InterleavedShard(1, 3)])

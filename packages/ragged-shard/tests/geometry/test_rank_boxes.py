@@ -22,8 +22,9 @@ def stored(numbers, placements, mesh_shape, coordinate):
     for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
         if isinstance(placement, InterleavedShard):
             chunks = numbers.chunk(placement.interleaves, placement.dim)
-            parts = [chunked(chunk, placement.dim, size, index) for chunk in chunks]
-            numbers = torch.cat(parts, placement.dim)
+            dim, unit = placement.dim, placement.unit
+            parts = [chunked(one.unflatten(dim, (-1, unit)), dim, size, index) for one in chunks]
+            numbers = torch.cat(parts, dim).flatten(dim, dim + 1)
         elif isinstance(placement, _StridedShard):
             numbers = placement._split_tensor(numbers, size, with_padding=False)[0][index]
         elif isinstance(placement, Shard):
@@ -70,7 +71,9 @@ def cases(draw):
             choices += [Shard(dim), _StridedShard(dim, split_factor=draw(st.integers(1, 3)))]
         if not taken:
             fitting = [n for n in (1, 2, 3) if shape[dim] % n == 0]
-            choices.append(InterleavedShard(dim, draw(st.sampled_from(fitting))))
+            interleaves = draw(st.sampled_from(fitting))
+            units = [unit for unit in (1, 2) if shape[dim] // interleaves % unit == 0]
+            choices.append(InterleavedShard(dim, interleaves, draw(st.sampled_from(units))))
         placements.append(draw(st.sampled_from(choices)))
     axis = draw(st.sampled_from([None, *range(len(mesh_shape))]))
     if axis is not None:

@@ -41,6 +41,8 @@ def one_axis(world_size):
         RaggedShard.owned_by(world_size - 1, world_size),
         InterleavedShard(0, 3),
         InterleavedShard(1, 2),
+        InterleavedShard(0, 1, unit=4),
+        InterleavedShard(0, 2, unit=2),
     ]
 
 
@@ -66,11 +68,17 @@ def local(numbers, placement, rank, size):
         return numbers.flatten()[start:stop].tolist()
     if isinstance(placement, InterleavedShard):
         chunks = numbers.chunk(placement.interleaves, placement.dim)
-        parts = [chunk.tensor_split(size, placement.dim)[rank] for chunk in chunks]
+        parts = [units_of(chunk, placement, rank, size) for chunk in chunks]
         return torch.cat(parts, placement.dim).flatten().tolist()
     if isinstance(placement, Shard):
         return numbers.tensor_split(size, placement.dim)[rank].flatten().tolist()
     return numbers.flatten().tolist()
+
+
+def units_of(chunk, placement, rank, size):
+    dim = placement.dim
+    parts = chunk.unflatten(dim, (-1, placement.unit)).chunk(size, dim)
+    return (parts[rank] if rank < len(parts) else parts[0].narrow(dim, 0, 0)).flatten(dim, dim + 1)
 
 
 def every_pair():

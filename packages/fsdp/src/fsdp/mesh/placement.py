@@ -52,7 +52,8 @@ class ParamPlacement:
         inner: placement on the axes that fully_shard does not shard along; None if there are none.
         shape: the largest of the ranks' local tensors once they are gathered along fully_shard's
             axes. Where other axes divide dim 0 unevenly, as vocabularies or experts, ranks of
-            these have fewer rows, and still the same layout.
+            these have fewer rows, and still the same layout. Where they divide another dim
+            unevenly, one rank has the whole local tensor.
         spec: of the unsharded parameter.
         fsdp_axes: the axes of the spec's mesh that fully_shard shards along or replicates over.
         annotation: of a plain parameter; None for DTensors. Forward computes with a plain tensor.
@@ -73,7 +74,7 @@ class ParamPlacement:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether other axes give ranks different numbers of rows."""
+        """Whether other axes give ranks local tensors of different shapes."""
         mesh, meta = self.spec.mesh, self.spec.tensor_meta
         assert meta is not None
         return even_shape(meta.shape, mesh.shape, self.spec.placements) is None
@@ -148,7 +149,7 @@ def placement_of(param: DTensor, mesh: DeviceMesh, name: str) -> ParamPlacement:
 
     Raises:
         ValueError: the axes have no names, belong to different root meshes, or are only some of
-            fully_shard's; the other axes divide a dim other than the first unevenly.
+            fully_shard's; or a placement on another axis is ragged.
     """
     fsdp_names, names = mesh.mesh_dim_names or (), param.device_mesh.mesh_dim_names or ()
     root, common = mesh._get_root_mesh(), set(fsdp_names) & set(names)
@@ -194,20 +195,13 @@ def placement_of(param: DTensor, mesh: DeviceMesh, name: str) -> ParamPlacement:
 
 
 def _largest_shape(param: DTensor, placements: Sequence[Placement], name: str) -> tuple[int, ...]:
-    """Returns the largest local shape of the ranks, which may differ in dim 0 only.
-
-    Rows are consecutive in storage, so a rank with fewer of them has the begin of the layout's
-    tensor. Of another dim each row would be shorter.
-    """
+    """Returns the largest local shape of the ranks, for which all of them plan the layout."""
     sizes = param.device_mesh.shape
-    others = [Replicate() if dim_of(placement) == 0 else placement for placement in placements]
-    ragged = any(isinstance(placement, RaggedShard) for placement in placements)
-    if ragged or even_shape(param.shape, sizes, others) is None:
+    if any(isinstance(placement, RaggedShard) for placement in placements):
         raise ValueError(
             f"fully_shard: parameter {name!r} of {tuple(param.shape)} is placed as "
             f"{tuple(placements)} on axes {param.device_mesh.mesh_dim_names} of {tuple(sizes)} "
-            f"ranks; expected Shard or InterleavedShard of dim 0, or of another dim in equal "
-            f"parts for all ranks: pad it"
+            f"ranks; expected Shard or InterleavedShard on axes of others"
         )
     return largest_shape(param.shape, sizes, placements)
 
@@ -248,8 +242,15 @@ def _with_flattened(mesh: DeviceMesh, other: DeviceMesh, flattened: Sequence[str
 def block_on_inner_axes(placement: ParamPlacement, block: int) -> int:
     """Returns a multiple of a block that does not split dims which other axes shard.
 
-    Both are counted in elements of the local tensor.
+    Both are counted in elements of the local tensor. Where other axes divide a dim other than the
+    first unevenly it is all of them. A rank with fewer rows has the begin of the layout's tensor,
+    as rows are consecutive in storage; with shorter rows it would have others of them.
     """
+    others = [Replicate() if dim_of(one) == 0 else one for one in placement.spec.placements]
+    meta = placement.spec.tensor_meta
+    assert meta is not None
+    if even_shape(meta.shape, placement.spec.mesh.shape, others) is None:
+        return max(1, math.prod(placement.shape))
     for one in placement.spec.placements:
         dim = dim_of(one)
         if dim is not None and dim > 0:

@@ -77,7 +77,7 @@ def check_axes_of_tiles(
         shape: the largest of the ranks' local tensors.
         placements: of the parameter on axes of other parallelism.
         name: of the parameter, for errors.
-        is_uneven: whether these axes give ranks different numbers of rows.
+        is_uneven: whether these axes give ranks local tensors of different shapes.
 
     Raises:
         ValueError: naming the parameter, and the sizes that would not split tiles.
@@ -85,7 +85,7 @@ def check_axes_of_tiles(
     if is_uneven:
         raise ValueError(
             f"fully_shard: quantize_fn: expected None for {name!r} of {tuple(param.shape)}, of "
-            f"which other axes have different numbers of rows, got {tiles}; pad dim 0"
+            f"which other axes have parts of different sizes, got {tiles}; pad it"
         )
     for one in placements:
         dim = dim_of(one)

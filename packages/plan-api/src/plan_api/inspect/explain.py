@@ -122,7 +122,7 @@ def explain(plan: PlanEntries, model: nn.Module) -> Explanation:
     Raises:
         ValueError: the plan does not fit the model.
     """
-    lowered = lower(plan, model)
+    lowered = lower(plan, model, mode="static")  # which takes what Eager takes, and more
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     order = {name: number for number, name in enumerate(names)}
     hook_points = list(HookPoint)

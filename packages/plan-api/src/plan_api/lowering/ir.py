@@ -26,7 +26,7 @@ from plan_api.spec.policies import PolicyValue
 __all__ = [
     "AxisMove", "EntryRef", "ExpertIndices", "FullyShard", "HookPoint", "Lowered", "ModulePolicy",
     "Op", "OpKind", "Override", "PhasePlacements", "Schedule", "ShardValues", "Site", "SiteStep",
-    "TokenDispatch",
+    "TokenDispatch", "UnevenUnits",
     "gradient_placements",
 ]  # fmt: skip
 
@@ -338,6 +338,19 @@ class FullyShard:
 
 
 @dataclass(frozen=True)
+class UnevenUnits:
+    """A module in which ranks along an axis have different numbers of units, such as heads.
+
+    Attributes:
+        region: the path of the module whose projections are sharded in units.
+        axis: the name of the axis.
+    """
+
+    region: str
+    axis: str
+
+
+@dataclass(frozen=True)
 class ShardValues:
     """The values of options of fully_shard that one parameter has.
 
@@ -400,6 +413,7 @@ class Lowered:
         eager: the modules that run on DTensors in static mode; none is inside another.
         recomputed: the modules whose activations are recomputed in backward, by path.
         compiled: the modules that torch.compile compiles, by path.
+        uneven_units: where ranks have different numbers of units; in static mode only.
     """
 
     ops: tuple[Op, ...]
@@ -412,6 +426,7 @@ class Lowered:
     eager: tuple[str, ...]
     recomputed: Mapping[str, ModulePolicy]
     compiled: Mapping[str, ModulePolicy]
+    uneven_units: tuple[UnevenUnits, ...] = ()
 
     def runs_on_dtensors(self, path: str) -> bool:
         """Whether a module or parameter stays on DTensors in static mode."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from plan_api.lowering.ir import EntryRef, FullyShard, HookPoint, Lowered, Op, O
 from plan_api.lowering.model_names import is_inside, named_state, resolve_argument, suggest_names
 from plan_api.lowering.passes import fuse, phase_placements, resolve_overrides, schedules
 from plan_api.lowering.policies import check_compiled, check_recomputed, resolve_policies
+from plan_api.lowering.units import PlacedUnits, check_units, place_units
 from plan_api.lowering.validate import check_cover, check_overrides, check_phases, validate
 from plan_api.spec.entry import Entry, EntryKind
 from plan_api.spec.path import PathKind, TensorPath
@@ -43,13 +45,21 @@ _OP_KINDS = {
 _WITH_OPTIONS = (EntryKind.CONTEXT, EntryKind.FACTORY, EntryKind.SEQUENCE)
 
 
-def lower(plan: PlanEntries, model: nn.Module, *, strict: bool = False) -> Lowered:
+def lower(
+    plan: PlanEntries,
+    model: nn.Module,
+    *,
+    strict: bool = False,
+    mode: Literal["eager", "static"] = "eager",
+) -> Lowered:
     """Resolves, validates and fuses a plan for a model, which is not changed.
 
     Args:
         plan: any.
         model: on any device, ``meta`` included.
         strict: whether an override is an error.
+        mode: of `parallelize`. They differ where the axis does not divide units, such as heads:
+            Eager refuses them, and in static mode ranks have different numbers of them.
 
     Raises:
         ValueError: the plan does not fit the model; see the message.
@@ -65,7 +75,15 @@ def lower(plan: PlanEntries, model: nn.Module, *, strict: bool = False) -> Lower
         check_overrides(overrides)
     phases = phase_placements(ops, plan.mesh)
     check_phases(dict(named_state(model)), phases)
-    placed = schedules(phases, plan.mesh)
+    placed, eager = schedules(phases, plan.mesh), _resolve_eager(plan, model)
+    units = PlacedUnits(tuple(ops), ())
+    if mode == "static":
+        units = place_units(ops, model, placed, plan.mesh, eager)
+    else:
+        check_units(ops, model, placed, plan.mesh)
+    if units.uneven:
+        ops = [*units.ops]
+        placed = schedules(phase_placements(ops, plan.mesh), plan.mesh)
     if plan.cover:
         check_cover(model, placed)
     fully_sharded = {name: entries[-1] for name, entries in entries_of_modules.items()}
@@ -83,9 +101,10 @@ def lower(plan: PlanEntries, model: nn.Module, *, strict: bool = False) -> Lower
         MappingProxyType(expert_indices(ops, model, placed, plan.mesh)),
         MappingProxyType(fully_sharded),
         MappingProxyType(values),
-        _resolve_eager(plan, model),
+        eager,
         MappingProxyType(recomputed),
         MappingProxyType(compiled),
+        units.uneven,
     )
 
 

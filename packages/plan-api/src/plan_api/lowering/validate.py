@@ -1,15 +1,16 @@
 """Refuses plans that do not fit a model, before anything is changed or communicated.
 
 Here are all checks of a plan against a model, but those of names: `lower` reports the entries that
-match nothing when it resolves them. Static mode has its own requirements, in
-`plan_api.static.validate`; `plan_api.runtime.agreement` compares plans between ranks.
+match nothing when it resolves them, and those of units, in `units`. Static mode has its own
+requirements, in `plan_api.static.validate`; `plan_api.runtime.agreement` compares plans between
+ranks.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -36,7 +37,7 @@ from plan_api.lowering.ir import (
     Schedule,
     ShardValues,
 )
-from plan_api.lowering.model_names import is_inside, named_state, resolve_argument
+from plan_api.lowering.model_names import is_inside, resolve_argument
 from plan_api.spec.axes import axis_names
 from plan_api.spec.fully_shard_package import find_fully_shard
 from plan_api.spec.placements import format_placement
@@ -83,7 +84,6 @@ def validate(
     _check_local_regions(ops)
     _check_orders(ops, of_stage=of_stage)
     _check_key_value_heads(ops, model, mesh)
-    _check_units(ops, model, schedules, mesh)
     _check_expert_modules(ops)
     _check_expert_indices(ops, model, schedules, mesh)
 
@@ -527,81 +527,3 @@ def _nested_integer(module: nn.Module, attribute: str, entry: EntryRef) -> int:
             f"the name of the attribute with the number of key-value heads"
         )
     return operator.index(found)
-
-
-def _check_units(
-    ops: Sequence[Op],
-    model: nn.Module,
-    schedules: Mapping[str, Schedule],
-    mesh: DeviceMesh,
-) -> None:
-    """Refuses parameters that are sharded within a unit, such as a head, while their module runs.
-
-    Attention views one dim of a projection as heads and features, which DTensor cannot where a
-    shard ends within a head, and it says so in forward, after the model is placed. Nothing is
-    refused in modules that run on local tensors, in those whose output the plan redistributes along
-    the axis, which replicates it first, and for a single unit, whose dim torch drops.
-    """
-    regions = _regions(ops)
-    redistributed = {(op.path, op.axis) for op in ops if op.hook_point is HookPoint.FORWARD}
-    tensors = dict(named_state(model))
-    problems: list[str] = []
-    for op in ops:
-        unit = dict(op.entry.options).get("unit") if op.kind is OpKind.SHARD else None
-        if unit is None or any(is_inside(op.path, region) for region in regions):
-            continue
-        name, dim = f"{op.path}.{op.tensor}".lstrip("."), getattr(op.dst, "dim", None)
-        sizes = {
-            axis: mesh.size(at)
-            for at, axis in enumerate(axis_names(mesh))
-            if getattr(schedules[name].run[at], "dim", None) == dim
-            and (op.path, axis) not in redistributed
-        }
-        if isinstance(dim, int) and op.axis in sizes:
-            problems += _unit_problems(name, tensors[name], op, model, sizes)
-    if problems:
-        raise ValueError(
-            "the plan shards dims within units that have to stay on one rank:\n"
-            + "\n".join(problems)
-        )
-
-
-def _unit_problems(
-    name: str, tensor: torch.Tensor, op: Op, model: nn.Module, sizes: Mapping[str, int]
-) -> Iterator[str]:
-    """Yields what is wrong with a dim that is sharded along axes of these sizes."""
-    dim: int = op.dst.dim  # type: ignore[attr-defined]
-    length = tensor.shape[dim]
-    unit, unit_text = _unit_size(op, model)
-    parts: int = getattr(op.dst, "interleaves", 1)  # of ragged-shard's InterleavedShard
-    number, rest = divmod(length, parts * unit)
-    if rest:
-        yield (
-            f"{op.entry.description}: dim {dim} of {name} has size {length}, which is no multiple "
-            f"of {unit_text}"
-        )
-    if number % math.prod(sizes.values()) and number != 1:
-        along = " and ".join(f"{axis!r} of size {ranks}" for axis, ranks in sizes.items())
-        along = f"axis {along} does" if len(sizes) == 1 else f"axes {along} do"
-        yield (
-            f"{op.entry.description}: dim {dim} of {name} is {number} times {unit_text}, and "
-            f"{along} not divide {number}; replicate it there, by Replicate(), or gather what "
-            f"the module returns, by shard('{op.path}.<out>', Replicate(), {op.axis!r})"
-        )
-
-
-def _unit_size(op: Op, model: nn.Module) -> tuple[int, str]:
-    """Returns the size of a unit, and the text that names it in messages."""
-    unit: int | str = dict(op.entry.options)["unit"]
-    if isinstance(unit, int):
-        return unit, f"{unit}"
-    parts = op.path.split(".") if op.path else []
-    for count in range(len(parts), -1, -1):
-        above = ".".join(parts[:count])
-        size = getattr(model.get_submodule(above), unit, None)
-        if isinstance(size, SupportsIndex):
-            return operator.index(size), f"{above or 'the model'}'s {unit} ({size})"
-    raise ValueError(
-        f"{op.entry.description}: unit= expected a size, or the name of an integer attribute of "
-        f"{op.path} or a module above it, got {unit!r}, which none of them has"
-    )

@@ -25,7 +25,7 @@ from plan_api.runtime.containers import map_tensors
 
 __all__ = [
     "ShardSizes", "TensorSizes", "chunk_length", "chunk_offset", "local_shape",
-    "redistribute_compact", "spec_with_dtype",
+    "redistribute_compact", "shard_length", "spec_with_dtype",
 ]  # fmt: skip
 
 
@@ -38,6 +38,22 @@ def chunk_length(length: int, ranks: int, rank: int) -> int:
 def chunk_offset(length: int, ranks: int, rank: int) -> int:
     """Returns where a rank's shard of a dim begins."""
     return min(-(-length // ranks) * rank, length)
+
+
+def shard_length(placement: Placement, length: int, ranks: int, rank: int) -> int:
+    """Returns the length of a rank's shard of a dim, for placements of any package.
+
+    ragged-shard's InterleavedShard shards each part of a fused projection, in units.
+
+    Args:
+        placement: shards the dim.
+        length: of the dim.
+        ranks: of the axis.
+        rank: on the axis.
+    """
+    unit: int = getattr(placement, "unit", 1)
+    parts = _parts(placement)
+    return parts * unit * chunk_length(length // (parts * unit), ranks, rank)
 
 
 class ShardSizes:
@@ -64,7 +80,7 @@ class ShardSizes:
         self._mesh = mesh
         self._ranks = [mesh.size(axis) for axis in range(mesh.ndim)]
         self._uneven: set[int] = set()  # axes
-        self._of_params: list[tuple[int, int]] = []  # axis and global size
+        self._of_params: list[tuple[int, Placement, int]] = []  # axis, placement and global size
         self._of_call: dict[tuple[int, int], int] = {}  # by axis and dim, the last global size
         self._inputs: tuple[Any, ...] = ()
         self._asked: Counter[str] = Counter()
@@ -205,19 +221,19 @@ class ShardSizes:
         """Returns the length of chunks, or None if they are even."""
         if axis not in self._uneven:
             return None
-        ranks, parts = self._ranks[axis], _parts(placement)
+        ranks = self._ranks[axis]
         if not self._can_send(axis, tensor):
-            return self._assumed(axis, placement.dim, own)
+            return self._assumed(axis, placement, own)
         lengths = self._lengths(what, axis, placement.dim, tensor, own)
         length = sum(lengths)
-        expected = [parts * chunk_length(length // parts, ranks, rank) for rank in range(ranks)]
+        expected = [shard_length(placement, length, ranks, rank) for rank in range(ranks)]
         if [*lengths] != expected:
             raise ValueError(
                 f"{what}: expected the shards of a dim {placement.dim} of {length} that "
                 f"torch.chunk makes, of lengths {expected}, got {[*lengths]}, as of a dim that was "
                 f"flattened; redistribute the tensor before the operator that makes them"
             )
-        return length if length % (parts * ranks) else None
+        return length if len({*expected}) > 1 else None
 
     def _lengths(
         self, what: str, axis: int, dim: int, tensor: torch.Tensor, own: int
@@ -251,18 +267,21 @@ class ShardSizes:
             if dim is None:  # ragged
                 self._uneven.add(axis)
                 continue
-            # Of a fused projection each part is sharded.
-            length = shape[dim] // _parts(placement)
+            # Of a fused projection each part is sharded, in units.
+            units = shape[dim] // (_parts(placement) * getattr(placement, "unit", 1))
             ranks[dim] = ranks.get(dim, 1) * self._ranks[axis]
-            if length % ranks[dim]:
+            if units % ranks[dim]:
                 self._uneven.add(axis)
-                self._of_params.append((axis, length))
+                self._of_params.append((axis, placement, shape[dim]))
 
-    def _assumed(self, axis: int, dim: int, own: int) -> int | None:
+    def _assumed(self, axis: int, placement: Placement, own: int) -> int | None:
+        """Returns the size that an uneven dim has, of which this rank's shard is as long."""
         ranks, rank = self._ranks[axis], self._mesh.get_local_rank(axis)
-        of_params = [length for other, length in self._of_params if other == axis]
-        for length in [self._of_call.get((axis, dim)), *of_params]:
-            if length is not None and chunk_length(length, ranks, rank) == own:
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        found = [(placement, self._of_call.get((axis, dim)))]
+        found += [(one, length) for other, one, length in self._of_params if other == axis]
+        for one, length in found:
+            if length is not None and shard_length(one, length, ranks, rank) == own:
                 return length
         return None
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["format_placement", "interleaved_shard", "placement_code"]
+__all__ = [
+    "can_have_units", "format_placement", "interleaved_shard", "placement_code", "shard_of_units",
+]  # fmt: skip
 
 
 def format_placement(placement: Placement) -> str:
@@ -47,3 +49,30 @@ def interleaved_shard(dim: int, parts: int, name: str) -> Placement:
             f"projection, which torch's DTensor does not have: pip install plan-api[ragged]"
         ) from error
     return InterleavedShard(dim, parts)
+
+
+def can_have_units(placement: Placement) -> bool:
+    """Whether `shard_of_units` takes a placement: Shard, or InterleavedShard without units."""
+    return type(placement) is Shard or getattr(placement, "unit", 0) == 1
+
+
+def shard_of_units(placement: Placement, unit: int) -> Placement:
+    """Makes ragged-shard's InterleavedShard of a dim that consists of units of a size.
+
+    Args:
+        placement: Shard, or InterleavedShard without units.
+        unit: the size of a unit, such as a head.
+
+    Raises:
+        ValueError: ragged-shard is not installed.
+    """
+    try:
+        from ragged_shard import InterleavedShard
+    except ImportError as error:
+        raise ValueError(
+            f"expected ragged-shard for units of {unit} that the axis does not divide, as ranks "
+            f"have different numbers of them, which torch's DTensor does not have: pip install "
+            f"plan-api[ragged]"
+        ) from error
+    parts: int = getattr(placement, "interleaves", 1)
+    return InterleavedShard(placement.dim, parts, unit)  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ overrides an earlier one. Tensors that a plan does not name are replicated.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
 
 from torch.distributed.tensor import Shard
@@ -21,6 +22,7 @@ __all__ = ["ContextMethod", "PlanEntries", "SequenceOrder"]
 
 ContextMethod: TypeAlias = Literal["ring", "ulysses", "all-gather"]
 SequenceOrder: TypeAlias = Literal["zigzag", "contiguous"]
+Unit: TypeAlias = int | str | Sequence[str]
 
 _QUERY_SEQUENCE_DIM = 2  # of (batch, heads, sequence, features)
 
@@ -35,7 +37,7 @@ class PlanEntries(PolicyEntries):
         mesh: Axes = None,
         phase: Phase = Phase.INIT,
         *,
-        unit: int | str | None = None,
+        unit: Unit | None = None,
     ) -> Self:
         """Places parameters in a phase, buffers once, and activations at their hook points.
 
@@ -47,6 +49,8 @@ class PlanEntries(PolicyEntries):
             unit: for a parameter dim made of units that have to stay on one rank, such as the heads
                 of a projection: the size of a unit, or the name of an attribute with it, such as
                 ``"head_dim"``, of the parameter's module or the nearest one above it that has one.
+                Of several names the unit is their product, in static mode, where the axis need not
+                divide the number of units; in Eager it is the last one, and the axis has to.
 
         Raises:
             ValueError: the path, an axis, or the number of placements is wrong; see the message.
@@ -58,17 +62,17 @@ class PlanEntries(PolicyEntries):
                 f"{phase!r}"
             )
         if kind is not PathKind.STATE:
-            for what, given in (("phase", phase is not Phase.INIT), ("unit", unit is not None)):
+            for name, given in (("phase", phase is not Phase.INIT), ("unit", unit is not None)):
                 if given:
                     raise ValueError(
-                        f"shard({path!r}, {what}=): only parameters have {what}s; leave it out"
+                        f"shard({path!r}, {name}=): only parameters have {name}s; leave it out"
                     )
         if kind is PathKind.OPERATOR:
             raise ValueError(
                 f"shard({path!r}): expected a parameter, an input or an output, got an operator, "
                 f"whose inputs have the placements that annotate() says"
             )
-        options = {} if unit is None else {"unit": _checked_unit(unit, path)}
+        options = {} if unit is None else {"unit": _checked_unit(unit, f"shard({path!r})")}
         return self._add(EntryKind.SHARD, path, mesh, placements, phase=phase, options=options)
 
     def redistribute(
@@ -112,7 +116,14 @@ class PlanEntries(PolicyEntries):
             EntryKind.REDISTRIBUTE, path, mesh, dst, src=src, grad_src=grad_src, grad_dst=grad_dst
         )
 
-    def annotate(self, path: str, placements: Placements, mesh: Axes = None) -> Self:
+    def annotate(
+        self,
+        path: str,
+        placements: Placements,
+        mesh: Axes = None,
+        *,
+        unit: Unit | None = None,
+    ) -> Self:
         """Declares the placements of tensors, without communication.
 
         A plain tensor becomes such a DTensor; a DTensor has to have these placements. Static mode
@@ -124,16 +135,22 @@ class PlanEntries(PolicyEntries):
             path: of an input or output, a gradient, or an operator.
             placements: one, or one per axis.
             mesh: the axes.
+            unit: of an operator's sharded dim, as in `shard`: in static mode ranks have different
+                numbers of units where they have of the parameters around it.
 
         Raises:
-            ValueError: as `shard`; or the path names a parameter.
+            ValueError: as `shard`; or the path names a parameter, or a unit is given for what is no
+                operator.
         """
         if parse_path(path).kind is PathKind.STATE:
             raise ValueError(
                 f"annotate({path!r}): expected an input, an output or a gradient, as in "
                 f"{path + '.grad'!r}; parameters are placed by shard()"
             )
-        return self._add(EntryKind.ANNOTATE, path, mesh, placements)
+        if unit is not None and parse_path(path).kind is not PathKind.OPERATOR:
+            raise ValueError(f"annotate({path!r}, unit=): only operators have units; leave it out")
+        options = {} if unit is None else {"unit": _checked_unit(unit, f"annotate({path!r})")}
+        return self._add(EntryKind.ANNOTATE, path, mesh, placements, options=options)
 
     def factory(
         self, path: str, placements: Placements, mesh: Axes = None, *, sizes: str = "global"
@@ -341,16 +358,16 @@ class PlanEntries(PolicyEntries):
         return self._add(EntryKind.SEQUENCE, path, mesh, Shard(dim), options=options)
 
 
-def _checked_unit(unit: int | str, path: str) -> int | str:
+def _checked_unit(unit: Unit, what: str) -> int | str | tuple[str, ...]:
     if isinstance(unit, str):
         return unit
+    if isinstance(unit, Sequence) and unit and all(isinstance(name, str) for name in unit):
+        return tuple(unit)
     if isinstance(unit, bool) or not isinstance(unit, SupportsIndex):
-        raise ValueError(
-            f"shard({path!r}): unit: expected a size or an attribute's name, got {unit!r}"
-        )
+        raise ValueError(f"{what}: unit: expected a size or an attribute's name, got {unit!r}")
     unit = operator.index(unit)
     if unit < 1:
-        raise ValueError(f"shard({path!r}): unit: expected at least 1, got {unit}")
+        raise ValueError(f"{what}: unit: expected at least 1, got {unit}")
     return unit
 
 

@@ -31,6 +31,7 @@ _REQUIRED = {"verb", "path", "axes", "dst", "phase"}
 _ROW = ("verb", "path", "pattern", "axes", *_LISTS, "options", "phase", "line")
 _OPTIONS = {
     EntryKind.SHARD: ("unit",),
+    EntryKind.ANNOTATE: ("unit",),
     EntryKind.FACTORY: ("sizes",),
     EntryKind.INDEX: ("count", "flag"),
     EntryKind.DISPATCH: ("tokens", "weights", "count"),
@@ -132,7 +133,7 @@ def _option_from_json(what: str, name: str, value: Any) -> Any:
         return PolicyValue.from_json(what, name, value)
     if name in VALUES and value is not None:
         return ParamValues.from_json(what, name, value)
-    return value
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _options_from_json(

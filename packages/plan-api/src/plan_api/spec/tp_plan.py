@@ -45,7 +45,9 @@ _STYLES: dict[str, _Style] = {
     "replicate": dict,
     "replicated_with_grad_allreduce": dict,
 }
-_HEADS = ("q_proj", "k_proj", "v_proj")
+# Projections of attention to heads and from them, with the dim of the weight that heads are in.
+_HEADS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
+_GROUPS = "num_key_value_groups"
 _MODEL_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "labels")
 _MADE_BY_MODEL = ("attention_mask", "position_ids")  # as plain tensors
 
@@ -78,22 +80,29 @@ def add_tp_plan(plan: PlanEntries, model: nn.Module, tp: str) -> None:
         if style not in _STYLES or not matched:
             _refuse(rule, style, model, pattern)
             continue  # the rule is for a part that this model does not have
-        heads = all(_projects_to_heads(name, modules) for name in matched)
+        units = {_unit_of_heads(name, modules) for name in matched}
+        unit = units.pop() if len(units) == 1 else None
         for tensor, placement in _STYLES[style]().items():
             if tensor.startswith("<"):
                 plan.shard(f"{pattern}.{tensor}", placement, tp)
             elif any(getattr(module, tensor, None) is not None for module in matched.values()):
-                unit = "head_dim" if heads and placement == Shard(0) else None
-                plan.shard(rf"{pattern}\.{tensor}", placement, tp, unit=unit)
+                of_heads = unit if type(placement) is Shard else None
+                plan.shard(rf"{pattern}\.{tensor}", placement, tp, unit=of_heads)
 
 
-def _projects_to_heads(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a module projects to queries, keys or values of an attention with a ``head_dim``."""
+def _unit_of_heads(name: str, modules: Mapping[str, nn.Module]) -> str | tuple[str, ...] | None:
+    """Returns the unit of a projection to heads, or from them, of an attention with ``head_dim``.
+
+    Queries, and what is computed from them, are sharded with the keys and values of their group.
+    """
     above, _, own = name.rpartition(".")
     size, weight = getattr(modules[above], "head_dim", None), getattr(modules[name], "weight", None)
     if own not in _HEADS or not isinstance(size, SupportsIndex) or weight is None:
-        return False
-    return bool(weight.shape[0] % operator.index(size) == 0)
+        return None
+    if weight.shape[_HEADS[own]] % operator.index(size):
+        return None
+    grouped = own in ("q_proj", "o_proj") and hasattr(modules[above], _GROUPS)
+    return (_GROUPS, "head_dim") if grouped else "head_dim"
 
 
 def _refuse(rule: str, style: str, model: nn.Module, pattern: str) -> None:

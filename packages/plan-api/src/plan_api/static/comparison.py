@@ -111,6 +111,7 @@ def compare_modes(
     mesh: DeviceMesh,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    is_replicated: Callable[[str], bool] = lambda _: False,
 ) -> list[Difference]:
     """Runs both models forward and backward, from one state of the random number generators.
 
@@ -127,6 +128,8 @@ def compare_modes(
         mesh: of the plan.
         args: the model's positional arguments.
         kwargs: the model's keyword arguments.
+        is_replicated: whether Eager has replicated what static mode shards in the module of a path,
+            whose outputs are not compared then.
 
     Returns:
         the differences on this rank, in the order in which they arose, those of collectives last;
@@ -144,7 +147,7 @@ def compare_modes(
         expected = _run(eager, list(params.values()), args, kwargs, mesh)
     differences = [
         *_compare_calls(
-            expected.trace.outputs, actual.trace.outputs, "what is returned by",
+            expected.trace.outputs, actual.trace.outputs, is_replicated, "what is returned by",
             "static mode did not call it",
         ),
         *_compare_results(expected.result, actual.result),
@@ -161,7 +164,7 @@ def compare_modes(
     # of other ranks' experts.
     if not differences and of_params:
         differences += _compare_calls(
-            expected.trace.gradients, actual.trace.gradients,
+            expected.trace.gradients, actual.trace.gradients, is_replicated,
             "the gradient of what is returned by", "static mode computed none",
         )  # fmt: skip
     sent = compare_collectives(expected.trace.collectives, actual.trace.collectives)
@@ -294,11 +297,12 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 def _compare_calls(
     eager: Mapping[_ModuleCall, list[torch.Tensor]],
     static: Mapping[_ModuleCall, list[torch.Tensor]],
+    is_replicated: Callable[[str], bool],
     what: str,
     if_missing: str,
 ) -> Iterator[Difference]:
     for (name, call), expected in eager.items():
-        if not name:
+        if not name or is_replicated(name):
             continue  # the model itself: see _compare_results
         actual = static.get((name, call))
         if actual is None:

@@ -23,7 +23,7 @@ from plan_api.static.coverage import CallCoverage
 from plan_api.static.fully_shard import FullyShardedParams
 from plan_api.static.gradients import LocalParamGradients
 from plan_api.static.local_params import LocalParam
-from plan_api.static.shadow_model import is_compiled, is_fake, shadow_of
+from plan_api.static.shadow_model import ReplicatedUnits, is_compiled, is_fake, shadow_of
 
 __all__ = ["Guard"]
 
@@ -61,6 +61,7 @@ class Guard:
         self._local_params, self._gradients = local_params, gradients
         self._fully_sharded = fully_sharded
         self._call_coverage, self._remaining_steps, self._checking = call_coverage, steps, False
+        self._units = ReplicatedUnits(lowered.uneven_units)
         self._model = weakref.ref(model)
         self.handles: tuple[RemovableHandle, ...] = (
             model.register_forward_pre_hook(self._before_call, with_kwargs=True, prepend=True),
@@ -89,20 +90,30 @@ class Guard:
         remaining, self._remaining_steps, self._checking = self._remaining_steps, 0, True
         model = self._model()
         assert model is not None
+        failed: StaticError | None = None
+        differences: list[Difference] = []
         try:
             zeros = self._zero_params()
             with _filled(zeros), self._fully_sharded.unsharded(model):
                 differences = self._compare_with_eager(model, args, kwargs)
+        except StaticError as error:
+            if not all(is_fake(one.tensor) for one in self._local_params):
+                raise  # what other ranks send no one receives
+            failed = error
         finally:
             self._remaining_steps, self._checking = remaining, False
         wrong = [difference for difference in differences if difference.is_wrong]
-        if true_on_any_rank(bool(wrong), self._mesh):
+        if true_on_any_rank(bool(wrong or failed), self._mesh):
+            own = failed.site if failed is not None else wrong[0].site if wrong else ""
+            site = first_site_on_any_rank(own, self._mesh)
+            if failed is not None:
+                raise failed
             lines = "\n".join(map(str, wrong[:5])) or "no difference on this rank, but on another"
             raise StaticError(
                 f"static mode does not compute what Eager does; differences in the order in which "
                 f"they arose:\n{lines}\nadd to the plan how the tensors there are placed, or use "
                 f"mode='eager'",
-                first_site_on_any_rank(wrong[0].site if wrong else "", self._mesh),
+                site,
             )
         self._call_coverage.mark_validated()
         self._call_coverage.begin_call()  # the validated call itself follows
@@ -131,19 +142,30 @@ class Guard:
 
         def as_dtensor(tensor: torch.Tensor) -> torch.Tensor:
             param = unsharded.get(id(tensor))
-            return self._as_dtensor(tensor) if param is None else param
+            return self._units.tensor(self._as_dtensor(tensor) if param is None else param)
 
         shadow = shadow_of(model, as_dtensor)
         sites, indices = self._lowered.sites, self._lowered.indices
-        schedules = self._lowered.schedules
-        handles = [*install_eager(shadow, sites, schedules, indices, self._mesh, SiteCoverage([]))]
+        schedules = self._units.schedules(self._lowered.schedules)
+        handles = [
+            *install_eager(
+                shadow, sites, schedules, indices, self._mesh, SiteCoverage([]),
+                self._units.redistribution,
+            )
+        ]  # fmt: skip
         handles += self._fully_sharded.install_casts(shadow)
         local_params = {**self._gradients.by_name(), **self._fully_sharded.gradients(model)}
         try:
-            return compare_modes(shadow, model, local_params, self._mesh, args, kwargs)
+            differences = compare_modes(
+                shadow, model, local_params, self._mesh, args, kwargs, self._units.is_replicated
+            )
         finally:
             for handle in handles:
                 handle.remove()
+        if not self._units.exist:
+            return differences
+        # Eager replicates what static mode shards: it sends less, and sums in another order.
+        return [one for one in differences if one.is_wrong]
 
     def _before_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._remaining_steps or not torch.is_grad_enabled():

@@ -26,7 +26,6 @@ from plan_api.runtime.hooks import SiteCoverage, install_site_hook, register_alw
 from plan_api.runtime.local_shards import ShardSizes
 from plan_api.static.coverage import CallCoverage
 from plan_api.static.eager_fallback import install_eager_fallback
-from plan_api.static.embeddings import static_sites
 from plan_api.static.fully_shard import FullyShardedParams
 from plan_api.static.gradients import LocalParamGradients
 from plan_api.static.guard import Guard
@@ -45,6 +44,7 @@ from plan_api.static.operators import (
 )
 from plan_api.static.optimizer import restore_interrupted_steps, step_on_local_params
 from plan_api.static.redistribute import SiteTypes, StaticRedistribution, static_transform
+from plan_api.static.sites import static_sites
 
 __all__ = ["InstalledStatic", "install_static"]
 

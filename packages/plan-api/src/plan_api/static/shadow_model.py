@@ -5,6 +5,9 @@ A shadow model of FakeTensors takes no memory. What a model creates itself, such
 masks, stays real and can be read; an operator that also takes a FakeTensor uses its shape only. So
 no FakeTensorMode is active while the model runs, which would make DTensor's index arithmetic fake
 too.
+
+DTensor cannot view shards as heads of which ranks have different numbers (`lowering.units`). There
+a shadow model has the parameters replicated, and computes all heads on every rank.
 """
 
 from __future__ import annotations
@@ -12,17 +15,26 @@ from __future__ import annotations
 import copy
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
+from plan_api.lowering.ir import Schedule, SiteStep, UnevenUnits
+from plan_api.lowering.model_names import is_inside
 from plan_api.runtime.containers import map_tensors
+from plan_api.runtime.redistribute import Redistribution
 
-__all__ = ["FakeTensorFactory", "class_before_fully_shard", "is_compiled", "is_fake", "shadow_of"]
+__all__ = [
+    "FakeTensorFactory", "ReplicatedUnits", "class_before_fully_shard", "is_compiled", "is_fake",
+    "shadow_of",
+]  # fmt: skip
 
 _HOOKS = (
     "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
@@ -163,3 +175,59 @@ class FakeTensorFactory:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor, or the local tensor of a DTensor, is a FakeTensor."""
     return isinstance(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, FakeTensor)
+
+
+class ReplicatedUnits:
+    """Replicates parameters that are sharded in uneven units.
+
+    Args:
+        uneven: of a lowered plan.
+    """
+
+    def __init__(self, uneven: Sequence[UnevenUnits]) -> None:
+        self._regions = tuple(dict.fromkeys(one.region for one in uneven))
+        self._axes = frozenset(one.axis for one in uneven)
+
+    @property
+    def exist(self) -> bool:
+        """Whether ranks have different numbers of units anywhere."""
+        return bool(self._axes)
+
+    def is_replicated(self, path: str) -> bool:
+        """Whether the outputs of a module differ, as Eager has all units on every rank."""
+        return any(is_inside(path, region) for region in self._regions)
+
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a parameter of Eager, gathered if it is sharded in units."""
+        if not isinstance(tensor, DTensor) or not any(map(_has_units, tensor.placements)):
+            return tensor
+        detached: Any = tensor.detach()
+        gathered: DTensor = detached.redistribute(placements=_without_units(tensor.placements))
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(gathered, tensor.requires_grad)
+        return gathered
+
+    def schedules(self, schedules: Mapping[str, Schedule]) -> dict[str, Schedule]:
+        """Returns the schedules of parameters for Eager."""
+        return {
+            name: replace(
+                schedule, rest=_without_units(schedule.rest), run=_without_units(schedule.run)
+            )
+            for name, schedule in schedules.items()
+        }
+
+    def redistribution(self, step: SiteStep, mesh: DeviceMesh, site: str) -> Redistribution:
+        """Makes the transform of a step, from whatever placement Eager has along these axes."""
+        moves = {
+            axis: replace(move, src=None) if axis in self._axes else move
+            for axis, move in step.moves.items()
+        }
+        return Redistribution(replace(step, moves=moves), mesh, site)
+
+
+def _has_units(placement: Any) -> bool:
+    return getattr(placement, "unit", 1) > 1
+
+
+def _without_units(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    return tuple(Replicate() if _has_units(one) else one for one in placements)

@@ -12,9 +12,9 @@ from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site
 from plan_api.lowering.model_names import named_state
 from plan_api.static.comparison import StaticError
 from plan_api.static.eager_fallback import check_boundaries
-from plan_api.static.embeddings import static_sites
 from plan_api.static.operators import check_factory, check_operators
 from plan_api.static.redistribute import StaticRedistribution, static_transform
+from plan_api.static.sites import static_sites
 
 __all__ = ["context_parallel_sites", "unsupported_options", "validate_static"]
 

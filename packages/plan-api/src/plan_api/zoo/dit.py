@@ -42,7 +42,8 @@ def dit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool
         qkv = rf"{block}\.attn\.qkv\.(weight|bias)"
         plan.shard(qkv, interleaved_shard(0, 3, "dit"), tp, unit="head_dim")
         plan.shard(rf"{block}\.mlp\.fc1\.(weight|bias)", Shard(0), tp)
-        plan.shard(rf"{block}\.(attn\.proj|mlp\.fc2)\.weight", Shard(1), tp)
+        plan.shard(rf"{block}\.mlp\.fc2\.weight", Shard(1), tp)
+        plan.shard(rf"{block}\.attn\.proj\.weight", Shard(1), tp, unit="head_dim")
         plan.shard(r".*\.adaLN_modulation\.1\.(weight|bias)", Shard(0), tp)
         plan.redistribute(rf"{block}\.(attn\.proj|mlp\.fc2)\.bias", whole, part, tp)
         condition, entering = r".*\.adaLN_modulation", rf"{block}\.(attn|mlp).<in>"
@@ -53,7 +54,7 @@ def dit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool
         plan.redistribute(entering, rest, whole, tp, grad_src=part, grad_dst=rest)
         plan.redistribute(rf"{block}\.(attn\.proj|mlp\.fc2).<out>", part, rest, tp)
         plan.annotate(rf"{block}\.attn.<op:reshape:0>", Shard(3), tp)
-        plan.annotate(rf"{block}\.attn.<op:reshape:1>", Shard(2), tp)
+        plan.annotate(rf"{block}\.attn.<op:reshape:1>", Shard(2), tp, unit="head_dim")
         plan.annotate(rf"{block}\.mlp\.drop1.<op:dropout>", Shard(2), tp)
         if sp:
             plan.redistribute(r"blocks\.0.<in>", whole, rest, tp)

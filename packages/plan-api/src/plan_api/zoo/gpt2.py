@@ -52,13 +52,16 @@ def gpt2(
         )
         plan.shard(rf"{layer}\.mlp\.c_fc\.weight", Shard(1), tp)
         plan.shard(rf"{layer}\.mlp\.c_fc\.bias", Shard(0), tp)
-        plan.shard(rf"{layer}\..*\.c_proj\.weight", Shard(0), tp)
+        plan.shard(rf"{layer}\.mlp\.c_proj\.weight", Shard(0), tp)
+        plan.shard(rf"{layer}\.attn\.c_proj\.weight", Shard(0), tp, unit="head_dim")
         plan.redistribute(rf"{layer}\..*\.c_proj\.bias", whole, part, tp)
         entering = rf"{layer}\.(attn|mlp).<in>"
         plan.redistribute(entering, rest, whole, tp, grad_src=part, grad_dst=rest)
         plan.redistribute(rf"{layer}\.(attn|mlp)\.c_proj.<out>", part, rest, tp)
-        plan.annotate(rf"{layer}\.(attn\.c_attn|mlp\.c_fc).<op:view:1>", Shard(2), tp)
-        plan.annotate(rf"{layer}\.attn.<op:split>", Shard(2), tp)
+        fused = interleaved_shard(2, 3, "gpt2")
+        plan.annotate(rf"{layer}\.attn\.c_attn.<op:view:1>", fused, tp, unit="head_dim")
+        plan.annotate(rf"{layer}\.mlp\.c_fc.<op:view:1>", Shard(2), tp)
+        plan.annotate(rf"{layer}\.attn.<op:split>", fused, tp, unit="head_dim")
         plan.annotate(weights, Shard(1), tp)
         if sp:
             end = r"transformer\.ln_f.<out>"

@@ -85,16 +85,20 @@ def decoder(
         plan.redistribute(one, [whole] * len(plan.axes), [whole] * len(plan.axes))
     if tp is not None:
         rest = Shard(1) if sp else whole
+        # Queries are sharded with the keys and values of their group.
+        groups = ("num_key_value_groups", "head_dim")
         plan.shard(rf"{layer}\..*\.(q|k|v|gate|up)_proj\.weight", Shard(0), tp)
-        plan.shard(rf"{layer}\..*\.(q|k|v)_proj\.weight", Shard(0), tp, unit="head_dim")
+        plan.shard(rf"{layer}\..*\.q_proj\.weight", Shard(0), tp, unit=groups)
+        plan.shard(rf"{layer}\..*\.(k|v)_proj\.weight", Shard(0), tp, unit="head_dim")
         plan.shard(rf"{layer}\..*\.(o|down)_proj\.weight", Shard(1), tp)
+        plan.shard(rf"{layer}\..*\.o_proj\.weight", Shard(1), tp, unit=groups)
         # Also where forward communicates nothing gradients are Partial: by itself torch shards them
         # on the batch, after which the products of attention are redistributed.
         moved = {"self_attn": part} | ({} if mlp_grad is None else {"mlp": mlp_grad})
         for at, grad in moved.items():
             plan.redistribute(rf"{layer}\.{at}.<in>", rest, whole, tp, grad_src=grad, grad_dst=rest)
         plan.redistribute(rf"{layer}\.({'|'.join(moved)}).<out>", part, rest, tp)
-        plan.annotate(rf"{layer}\.self_attn.<op:dropout>", Shard(1), tp)
+        plan.annotate(rf"{layer}\.self_attn.<op:dropout>", Shard(1), tp, unit=groups[0])
         if sp:
             plan.redistribute(r"model\.layers\.0.<in>", whole, rest, tp)
             plan.annotate(r".*norm\.weight\.grad", part, tp)

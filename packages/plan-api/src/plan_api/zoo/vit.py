@@ -34,7 +34,8 @@ def vit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool
         rest = Shard(1) if sp else whole
         plan.shard(rf"{layer}\..*\.(q|k|v)_proj\.(weight|bias)", Shard(0), tp, unit="head_dim")
         plan.shard(rf"{layer}\..*\.fc1\.(weight|bias)", Shard(0), tp)
-        plan.shard(rf"{layer}\..*\.(o_proj|fc2)\.weight", Shard(1), tp)
+        plan.shard(rf"{layer}\..*\.fc2\.weight", Shard(1), tp)
+        plan.shard(rf"{layer}\..*\.o_proj\.weight", Shard(1), tp, unit="head_dim")
         plan.redistribute(rf"{layer}\..*\.(o_proj|fc2)\.bias", whole, part, tp)
         entering = rf"{layer}\.(attention|mlp).<in>"
         plan.redistribute(entering, rest, whole, tp, grad_src=part, grad_dst=rest)

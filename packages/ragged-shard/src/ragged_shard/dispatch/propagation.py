@@ -199,7 +199,7 @@ def _shards_of_dim_0(placements: Sequence[Placement]) -> tuple[Placement | None,
 def _is_shard(on_axis: AxisPlacement) -> bool:
     """Whether a decision's placement has a Shard's local tensors, so that torch may move it."""
     placement = on_axis.placement
-    return isinstance(placement, InterleavedShard) and placement.interleaves == 1
+    return isinstance(placement, InterleavedShard) and placement.equals_shard
 
 
 def _elementwise(schema: OpSchema, propagator: Any) -> OutputSharding | None:
@@ -265,13 +265,14 @@ def _placed(
     placement, native = on_axis.placement, spec.placements[on_axis.axis]
     if decision.as_shard:
         assert isinstance(placement, InterleavedShard)
-        interleaves, placement = placement.interleaves, native
+        before, placement = placement, native
         if isinstance(
             native, _StridedShard
         ):  # an inner flattened dim; torch 2.12+ returns no Shard
-            placement = InterleavedShard(native.dim, interleaves * int(native.split_factor))
+            interleaves = before.interleaves * int(native.split_factor)
+            placement = before.with_dim(native.dim, interleaves)
         elif isinstance(native, Shard):
-            placement = InterleavedShard(native.dim, interleaves)
+            placement = before.with_dim(native.dim)
     return with_placements(spec, replace_axis(spec.placements, on_axis.axis, placement))
 
 

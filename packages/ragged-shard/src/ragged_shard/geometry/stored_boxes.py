@@ -226,18 +226,18 @@ def local_lengths(placement: Placement, length: int, axis_size: int) -> set[int]
 
 def _index_ranges(placement: Placement, length: int, axis_size: int, index: int) -> Iterator[range]:
     """Yields the index ranges of a dim of this length that a rank of the axis has."""
-    chunks = 1
+    chunks, unit = 1, 1
     if isinstance(placement, InterleavedShard):
-        chunks = placement.interleaves
+        chunks, unit = placement.interleaves, placement.unit
     elif isinstance(placement, _StridedShard):
         chunks = int(placement.split_factor)
     for n in range(chunks):
-        yield _chunk(_chunk(range(length), chunks, n), axis_size, index)
+        yield _chunk(_chunk(range(length), chunks, n), axis_size, index, unit)
 
 
-def _chunk(part: range, count: int, index: int) -> range:
+def _chunk(part: range, count: int, index: int, unit: int = 1) -> range:
     """Returns one of `count` chunks, as `torch.chunk`; the last ones may be short or empty."""
-    size = -(-len(part) // count)
+    size = -(-len(part) // (count * unit)) * unit
     return part[size * index : size * (index + 1)]
 
 

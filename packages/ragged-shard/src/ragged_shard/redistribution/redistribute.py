@@ -114,8 +114,8 @@ def _canonical(placements: Placements, shape: Sequence[int]) -> Placements:
     If no other axis shards the dim, a `_StridedShard`, which is torch's placement of a sharded dim
     that was flattened after another, becomes an InterleavedShard. If another axis does, as after a
     view of batch and heads (dispatch/rules/interleaved_views.py), an InterleavedShard becomes a
-    `_StridedShard`, which defines the order of the axes. An InterleavedShard of one chunk becomes a
-    Shard.
+    `_StridedShard`, which defines the order of the axes. An InterleavedShard of one chunk, and of
+    units of 1, becomes a Shard.
     """
     for axis, placement in enumerate(placements):
         if not isinstance(placement, InterleavedShard | _StridedShard):
@@ -126,9 +126,9 @@ def _canonical(placements: Placements, shape: Sequence[int]) -> Placements:
             factor = int(placement.split_factor)
             if is_only_shard and shape[dim] % factor == 0:
                 placements = replace_axis(placements, axis, InterleavedShard(dim, factor))
-        elif placement.interleaves == 1:
+        elif placement.equals_shard:
             placements = replace_axis(placements, axis, Shard(dim))
-        elif not is_only_shard and any(dim_of(other) == dim for other in placements[:axis]):
+        elif any(dim_of(other) == dim for other in placements[:axis]) and placement.unit == 1:
             strided = _StridedShard(dim, split_factor=placement.interleaves)
             placements = replace_axis(placements, axis, strided)
     return placements

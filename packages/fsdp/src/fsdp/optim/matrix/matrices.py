@@ -211,8 +211,11 @@ def _sharded_rows(
     found = None
     if len(row_axes) == 1:
         placement = param.placements[row_axes[0]]
-        chunks = placement.interleaves if isinstance(placement, InterleavedShard) else 1
-        found = shard_rows(rows, chunks, param.device_mesh.size(row_axes[0]))
+        chunks, unit = 1, 1
+        if isinstance(placement, InterleavedShard):
+            chunks, unit = placement.interleaves, placement.unit
+        if unit == 1:
+            found = shard_rows(rows, chunks, param.device_mesh.size(row_axes[0]))
     if found is None:
         raise ValueError(
             f"{optimizer_name}: expected one mesh axis to shard the rows of parameter {name!r}, "
@@ -279,7 +282,7 @@ def _matrix_placement(placement: Placement, stacked: bool) -> Placement:
     if dim is None or dim < int(stacked):
         return Replicate()
     if isinstance(placement, InterleavedShard):
-        return InterleavedShard(dim - int(stacked), placement.interleaves)
+        return placement.with_dim(dim - int(stacked))
     return Shard(dim - int(stacked))
 
 

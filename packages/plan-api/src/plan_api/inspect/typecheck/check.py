@@ -71,7 +71,7 @@ def typecheck(
     """
     spmd = _spmd_types()
     step = ExampleStep.checked("typecheck", plan, model, example_inputs, fake, ())
-    lowered = lower(plan, step.model)
+    lowered = lower(plan, step.model, mode="static")
     if sharded := next(context_parallel_sites(lowered), None):
         raise ValueError(
             f"typecheck: expected a plan without context parallelism, whose sends have no types in "

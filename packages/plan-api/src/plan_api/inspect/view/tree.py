@@ -157,7 +157,7 @@ class _ModelReader:
         for name, tensor in named_state(model):
             self._first_names.setdefault(id(tensor), name)
         self._sites: dict[str, list[Site]] = {}
-        lowered = lower(plan, model)
+        lowered = lower(plan, model, mode="static")  # which takes what Eager takes, and more
         self._schedules = lowered.schedules
         for site in lowered.sites:
             if site.hook_point is not HookPoint.INIT:

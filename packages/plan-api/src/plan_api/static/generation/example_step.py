@@ -81,6 +81,21 @@ class ExampleStep:
         apply_plan(model, plan, options, types=types)
         return model
 
+    def check_static(self, plan: Plan) -> None:
+        """Runs a step of static mode and one of Eager, which are compared by shapes and dtypes.
+
+        All ranks of the plan's mesh call it, with FakeTensors.
+
+        Args:
+            plan: for static mode, without policies.
+
+        Raises:
+            StaticError: on every rank, if on any of them static mode cannot run the model, or
+                computes tensors of other shapes.
+        """
+        static = self.parallelized(plan, "static")
+        installed(static).check(*self.args, **self.kwargs)
+
     def trace(self, plan: Plan) -> tuple[Lowered, EagerTrace]:
         """Runs a step of Eager; returns the plan, lowered, and what the step has shown."""
         eager = self.parallelized(plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -12,18 +13,41 @@ from plan_api.ops.cross_entropy import LogitsSharding
 from plan_api.ops.function_calls import TorchFunction
 from plan_api.runtime.local_shards import TensorSizes, chunk_offset
 
-__all__ = ["MakeReplacement", "Placements", "sharding_of_classes", "shards_of"]
+__all__ = ["MakeReplacement", "Placements", "Sharding", "sharding_of_classes", "shards_of"]
 
 Placements: TypeAlias = tuple[Placement, ...]
 # Makes what is called instead of a function whose inputs have these placements and global sizes.
 MakeReplacement: TypeAlias = Callable[[TorchFunction, TensorSizes], TorchFunction]
 
 
-def shards_of(sizes: TensorSizes) -> list[tuple[int, int, int]]:
-    """Returns the sharded dims, each with the number of ranks that share it, and which this is."""
+@dataclass(frozen=True)
+class Sharding:
+    """A sharded dim.
+
+    Attributes:
+        dim: of a tensor.
+        placement: along the axis that shards it.
+        ranks: of the axis.
+        rank: this one, on the axis.
+    """
+
+    dim: int
+    placement: Placement
+    ranks: int
+    rank: int
+
+    @property
+    def parts(self) -> int:
+        """The parts of a fused projection, each of which is sharded."""
+        parts: int = getattr(self.placement, "interleaves", 1)
+        return parts
+
+
+def shards_of(sizes: TensorSizes) -> list[Sharding]:
+    """Returns the sharded dims of a tensor."""
     mesh = sizes.mesh
     return [
-        (dim, mesh.size(axis), mesh.get_local_rank(axis))
+        Sharding(dim, placement, mesh.size(axis), mesh.get_local_rank(axis))
         for axis, placement in enumerate(sizes.placements)
         if (dim := getattr(placement, "dim", None)) is not None
     ]

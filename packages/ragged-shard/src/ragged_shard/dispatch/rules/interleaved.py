@@ -8,6 +8,8 @@ Operators for which the index of a row matters (views, splits) have rules of the
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.distributed.tensor import Replicate
 
@@ -83,7 +85,7 @@ def rule_for(call: OperatorCall) -> AxisRule | None:
         return cat
     if name in ("view", "_unsafe_view", "reshape"):
         return view
-    if _all_of_one_chunk(call):
+    if _all_are_shards(call):
         return as_shard
     if name in ("split", "split_with_sizes"):
         return split
@@ -101,7 +103,7 @@ def rule_for(call: OperatorCall) -> AxisRule | None:
 
 
 def as_shard(call: OperatorCall) -> AxisDecision:
-    """Decides all operators whose interleaved inputs have one chunk each, like a Shard.
+    """Decides all operators whose interleaved inputs have the local tensors of a Shard.
 
     Torch decides everything; its Shards become InterleavedShards again, for `cat`.
     """
@@ -157,11 +159,20 @@ def elementwise_lists(call: OperatorCall) -> AxisDecision | None:
 
 
 def reduced_lists(call: OperatorCall) -> AxisDecision | None:
-    """Decides `_foreach_norm` and `_foreach_max`, if all ranks have rows."""
+    """Decides `_foreach_norm` and `_foreach_max`: of a maximum all ranks need rows."""
+    if _norm_is_a_sum(call):
+        return elementwise_lists(call)
     found = [(operand, interleaved_placement(operand.spec)) for operand in call.operands]
     if any(on_axis is not None and _may_be_empty(operand, on_axis) for operand, on_axis in found):
         return None
     return elementwise_lists(call)
+
+
+def _norm_is_a_sum(call: OperatorCall) -> bool:
+    """Whether it is a norm whose term of an empty shard is 0."""
+    order = call.argument("ord", default=2)
+    is_norm = call.op._schema.name == "aten::_foreach_norm"
+    return is_norm and isinstance(order, int | float) and 0 < order < math.inf
 
 
 def product(call: OperatorCall) -> AxisDecision | None:
@@ -209,9 +220,9 @@ def _addend(
     return _with_dim(lead, aligned)
 
 
-def _all_of_one_chunk(call: OperatorCall) -> bool:
+def _all_are_shards(call: OperatorCall) -> bool:
     return all(
-        placement.interleaves == 1
+        placement.equals_shard
         for spec in call.specs
         for placement in spec.placements
         if isinstance(placement, InterleavedShard)
@@ -235,10 +246,8 @@ def _aligned(
 def _even(operand: TensorOperand, on_axis: AxisPlacement) -> bool:
     placement = on_axis.placement
     assert isinstance(placement, InterleavedShard)
-    return (
-        placement.chunk(tensor_meta_of(operand.spec).shape) % operand.spec.mesh.size(on_axis.axis)
-        == 0
-    )
+    ranks = operand.spec.mesh.size(on_axis.axis)
+    return placement.chunk(tensor_meta_of(operand.spec).shape) % (ranks * placement.unit) == 0
 
 
 def _may_be_empty(operand: TensorOperand, on_axis: AxisPlacement) -> bool:
@@ -249,7 +258,9 @@ def _may_be_empty(operand: TensorOperand, on_axis: AxisPlacement) -> bool:
 
 def _one_kind(found: list[AxisPlacement | None]) -> bool:
     kinds = {
-        f.placement.interleaves for f in found if f and isinstance(f.placement, InterleavedShard)
+        (f.placement.interleaves, f.placement.unit)
+        for f in found
+        if f and isinstance(f.placement, InterleavedShard)
     }
     return len(kinds) == 1
 
@@ -261,4 +272,4 @@ def _dim(on_axis: AxisPlacement) -> int:
 
 def _with_dim(on_axis: AxisPlacement, dim: int) -> AxisPlacement:
     assert isinstance(on_axis.placement, InterleavedShard)
-    return AxisPlacement(on_axis.axis, InterleavedShard(dim, on_axis.placement.interleaves))
+    return AxisPlacement(on_axis.axis, on_axis.placement.with_dim(dim))

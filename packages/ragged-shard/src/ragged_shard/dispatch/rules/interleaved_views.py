@@ -38,7 +38,7 @@ def split(call: OperatorCall) -> AxisDecision | None:
     chunk_length = len(placement.piece(shape, axis_size, rank))
     local_sizes = [size // chunk * chunk_length for size in sizes]
     outputs = tuple(
-        AxisPlacement(on_axis.axis, InterleavedShard(placement.dim, size // chunk))
+        AxisPlacement(on_axis.axis, placement.with_dim(placement.dim, size // chunk))
         for size in sizes
     )
     is_list = isinstance(call.args[1], list | tuple)
@@ -67,10 +67,10 @@ def cat(call: OperatorCall) -> AxisDecision | None:
     chunk_sizes = {
         placement.chunk(tensor.shape) for placement, tensor in zip(placements, tensors, strict=True)
     }
-    if len(chunk_sizes) != 1:
+    if len(chunk_sizes) != 1 or len({placement.unit for placement in placements}) != 1:
         return None
     interleaves = sum(placement.interleaves for placement in placements)
-    result = InterleavedShard(lead.placement.dim, interleaves)
+    result = lead.placement.with_dim(lead.placement.dim, interleaves)
     return AxisDecision(inputs, (AxisPlacement(lead.axis, result),))
 
 
@@ -99,7 +99,7 @@ def view(call: OperatorCall) -> AxisDecision | None:
     target = _viewed(placement, shape, size, spec.mesh.size(on_axis.axis))
     if target is None:
         one_chunk = AxisDecision((on_axis,), (on_axis,), as_shard=True)
-        return one_chunk if placement.interleaves == 1 else None
+        return one_chunk if placement.equals_shard else None
 
     return AxisDecision(
         (on_axis,), (AxisPlacement(on_axis.axis, target),), {call.position("size"): local_size}
@@ -129,15 +129,16 @@ def _viewed(
         new_before, new_after = math.prod(new[:new_dim]), math.prod(new[new_dim + 1 :])
         is_kept = new_after == after and new[new_dim] * new_before == before * length
         if is_kept and new_before and before % new_before == 0:  # or flattened with dims before it
-            return InterleavedShard(new_dim, count * (before // new_before))
+            return placement.with_dim(new_dim, count * (before // new_before))
         is_last = new_dim + 1 == len(new)
         if new_before != before or not new[new_dim] or count % new[new_dim] or is_last:
             continue
         inner, inner_count = new[new_dim + 1], count // new[new_dim]
         if inner * new[new_dim] == length:
-            return InterleavedShard(new_dim + 1, inner_count)
+            return placement.with_dim(new_dim + 1, inner_count)
         splits_chunk = inner_count == 1 and inner > 0 and chunk % inner == 0  # into heads
-        if splits_chunk and chunk % axis_size == 0 and inner % axis_size == 0:
+        is_even = chunk % axis_size == 0 and inner % axis_size == 0
+        if splits_chunk and is_even and placement.unit == 1:
             return InterleavedShard(new_dim + 1, 1)
     return None
 

@@ -1,6 +1,8 @@
-"""Completes the plan's sites for embeddings whose tables are sharded by rows.
+"""Completes the plan's sites, for what follows from the placements of parameters.
 
-Such an embedding returns a Partial: each rank looks up its own rows, and the others are zero.
+An embedding whose table is sharded by rows returns a Partial: each rank looks up its own rows, and
+the others are zero. A rank without any of the units of a projection, such as heads, has empty
+tensors, of which torch does not infer all sizes.
 """
 
 from __future__ import annotations
@@ -8,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api.lowering.ir import AxisMove, HookPoint, Lowered, OpKind, Schedule, Site, SiteStep
+from plan_api.lowering.model_names import is_inside
+from plan_api.runtime.local_shards import local_shape
 from plan_api.spec.axes import axis_names
 from plan_api.static.comparison import StaticError
 
@@ -20,11 +25,11 @@ __all__ = ["static_sites"]
 
 
 def static_sites(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> list[Site]:
-    """Returns the sites of modules that run on local tensors, completed for embeddings.
+    """Returns the sites of modules that run on local tensors, completed.
 
     Tokens are looked up among this rank's rows (`<op:embedding>`). Unless the plan says otherwise,
     an embedding's output is Partial along the axes that shard its rows, and replicated along the
-    others.
+    others. On a rank without units the sizes of views are inferred (`<op:view>`).
 
     Args:
         model: the model of the plan.
@@ -65,7 +70,35 @@ def static_sites(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> list[S
             moves = {axis: AxisMove(Shard(0)) for axis in axes}
             step = SiteStep("<op>", "embedding", OpKind.ANNOTATE, moves, ())
             found.append(Site(path, HookPoint.OPERATOR, (step,)))
-    return found
+    return _with_views(found, model, lowered, mesh)
+
+
+def _with_views(
+    sites: Sequence[Site], model: nn.Module, lowered: Lowered, mesh: DeviceMesh
+) -> list[Site]:
+    """Adds the operators that view tensors, in modules of whose units this rank has none."""
+    tensors = dict(model.named_parameters())
+    regions = {
+        one.region
+        for one in lowered.uneven_units
+        for name, schedule in lowered.schedules.items()
+        if name.rpartition(".")[0].rpartition(".")[0] == one.region
+        and name in tensors
+        and 0 in local_shape(torch.empty(tensors[name].shape, device="meta"), mesh, schedule.run)
+    }
+    paths = dict.fromkeys(
+        path for path, _ in model.named_modules() for region in regions if is_inside(path, region)
+    )
+    views = tuple(SiteStep("<op>", name, OpKind.ANNOTATE, {}, ()) for name in ("view", "reshape"))
+    found = []
+    for site in sites:
+        if site.path in paths and site.hook_point is HookPoint.OPERATOR:
+            del paths[site.path]
+            names = {step.index for step in site.steps}
+            new = tuple(view for view in views if view.index not in names)
+            site = replace(site, steps=(*site.steps, *new))
+        found.append(site)
+    return [*found, *(Site(path, HookPoint.OPERATOR, views) for path in paths)]
 
 
 def _axes_of_rows(
