@@ -63,6 +63,8 @@ def decoder(
     loss_parallel: bool,
     mlp_grad: Placement | None,
     context: ContextParallel | None = None,
+    *,
+    head_norms: bool = False,
 ) -> Plan:
     """Makes the plan that `llama` and similar decoders have in common.
 
@@ -75,6 +77,7 @@ def decoder(
         mlp_grad: the placement of the gradient of the MLPs' inputs, along ``tp``; None: MLPs take
             hidden states in the placement between them and attention.
         context: how sequences are sharded; None: they are not.
+        head_norms: whether attention normalizes queries and keys, each rank those of its heads.
     """
     plan, whole, part, layer = Plan(mesh), Replicate(), Partial(), r"model\.layers\.\d+"
     shard_batch(plan, dp, ("input_ids", "labels"), rf"{layer}\.self_attn.<op:dropout>", cp=context)
@@ -95,6 +98,8 @@ def decoder(
             plan.redistribute(rf"{layer}\.{at}.<in>", rest, whole, tp, grad_src=grad, grad_dst=rest)
         plan.redistribute(rf"{layer}\.({'|'.join(moved)}).<out>", part, rest, tp)
         plan.annotate(rf"{layer}\.self_attn.<op:dropout>", Shard(1), tp)
+        if head_norms:
+            plan.annotate(rf"{layer}\.self_attn\.(q|k)_norm\.weight\.grad", part, tp)
         if sp:
             plan.redistribute(r"model\.layers\.0.<in>", whole, rest, tp)
             plan.annotate(r".*norm\.weight\.grad", part, tp)
