@@ -74,6 +74,22 @@ CASES = {
         within=6e-5,
         axes=("ep", "tp"),
     ),
+    "deepseek_v3": Training(
+        partial(models.deepseek_v3, attention_dropout=0.1),
+        partial(zoo.deepseek_v3, dp="dp", dense=1),
+        within=6e-5,
+    ),
+    "deepseek_v3, experts divided along tp": Training(
+        partial(models.deepseek_v3, attention_dropout=0.1),
+        partial(zoo.deepseek_v3, dp="dp", ep="tp", dense=1, loss_parallel=True),
+        within=6e-5,
+    ),
+    "deepseek_v3, experts divided along ep and cut along tp": Training(
+        partial(models.deepseek_v3, attention_dropout=0.1),
+        partial(zoo.deepseek_v3, ep="ep", dense=1),
+        within=6e-5,
+        axes=("ep", "tp"),
+    ),
     "vit": Training(models.vit, partial(zoo.vit, dp="dp"), models.image_loss),
 }
 

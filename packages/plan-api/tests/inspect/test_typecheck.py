@@ -66,6 +66,10 @@ ZOO = {
     "gpt_oss, experts along tp": (
         partial(models.gpt_oss, **HEADS), partial(zoo.gpt_oss, dp="dp", ep="tp"), False,
     ),
+    "deepseek_v3": (
+        partial(models.deepseek_v3, attention_dropout=0.1),
+        partial(zoo.deepseek_v3, dp="dp", dense=1), False,
+    ),
     "vit": (models.vit, partial(zoo.vit, dp="dp"), True),
     "vit, sequence parallel": (
         partial(models.vit, image_size=12), partial(zoo.vit, dp="dp", sp=True), True,

@@ -224,7 +224,7 @@ def test_mixtral_sends_the_tokens_that_its_routers_chose(mode):
         sent = [[one for one in record.collectives if one.name == "all_to_all"]]
         own = range(2) if mesh.get_rank() == 0 else range(2, 3)
         elsewhere = [sum(one not in own for one in index.flatten().tolist()) for index in locals_]
-        text = {(one.axis, one.cause, "mixtral.py" in one.line) for one in sent[0]}
+        text = {(one.axis, one.cause, "experts.py" in one.line) for one in sent[0]}
         sites = Counter((one.site, one.phase.value) for one in sent[0])
         grads = [param.grad.full_tensor() for param in model.parameters()]
         return sites, text, elsewhere, grads

@@ -45,9 +45,9 @@ def test_an_entry_of_the_zoo_has_both_lines(mesh):
     layer = r"model\.layers\.\d+"
     assert of["lm_head.<in>"].split(" > ")[1].startswith("zoo/llama.py:")
     assert "lm_head.<in>" in source(of["lm_head.<in>"])
-    assert "join(moved)}).<out>" in source(of[rf"{layer}\.(self_attn|mlp).<out>"])
-    assert of[r".*\.mlp\.experts"].split(" > ")[1].startswith("zoo/mixtral.py:")
-    assert "plan.local(_EXPERTS" in source(of[r".*\.mlp\.experts"])
+    assert 'f"{path}.<out>"' in source(of[rf"{layer}\.mlp.<out>"])
+    assert of[r".*\.mlp\.experts"].split(" > ")[1].startswith("zoo/experts.py:")
+    assert "plan.local(experts" in source(of[r".*\.mlp\.experts"])
 
 
 def test_an_entry_of_a_tp_plan_has_both_lines(mesh):
@@ -82,4 +82,4 @@ def test_track_shows_both_lines(monkeypatch):
     lines = {one.line for one in record.collectives if one.site == "model.layers.0.mlp"}
     (found,) = lines
     assert found.startswith(f"{line} > zoo/llama.py:")
-    assert "join(moved)}).<out>" in source(found)
+    assert 'f"{path}.<out>"' in source(found)

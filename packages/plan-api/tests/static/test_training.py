@@ -20,6 +20,7 @@ pytestmark = [
 # With a single key-value head on a rank, views of local tensors have other strides than those of
 # DTensors, and matrix products round otherwise.
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout": 0.1}
+LATENT_HEADS = HEADS | {"num_key_value_heads": 8}
 
 
 CASES = {
@@ -54,12 +55,19 @@ CASES = {
     "gpt_oss, experts divided along tp": Training(
         partial(models.gpt_oss, **HEADS), partial(zoo.gpt_oss, dp="dp", ep="tp")
     ),
+    "deepseek_v3": Training(
+        partial(models.deepseek_v3, **LATENT_HEADS), partial(zoo.deepseek_v3, dp="dp", dense=1)
+    ),
+    "deepseek_v3, experts divided along tp": Training(
+        partial(models.deepseek_v3, **LATENT_HEADS),
+        partial(zoo.deepseek_v3, dp="dp", ep="tp", dense=1),
+    ),
     # Its 17 patches are sharded unevenly.
     "vit": Training(models.vit, partial(zoo.vit, dp="dp"), models.image_loss),
 }
 FAST = (
     "llama, loss parallel", "gemma3, loss parallel", "gpt2", "mixtral, experts divided along tp",
-    "gpt_oss", "vit",
+    "gpt_oss", "deepseek_v3, experts divided along tp", "vit",
 )  # fmt: skip
 SLOW = tuple(name for name in CASES if name not in FAST)
 # GPT-2 differs in the last bits where a rank has one sequence, as with one key-value head.

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 __all__ = [
-    "VOCABULARY", "TwoLinears", "gemma3", "gpt2", "gpt_oss", "llama", "mixtral", "nowhere_zero",
-    "qwen3", "qwen3_moe", "reinitialize", "vit",
+    "VOCABULARY", "TwoLinears", "deepseek_v3", "gemma3", "gpt2", "gpt_oss", "llama", "mixtral",
+    "nowhere_zero", "qwen3", "qwen3_moe", "reinitialize", "vit",
 ]  # fmt: skip
 
 VOCABULARY = 64
@@ -124,6 +124,32 @@ def gpt_oss(**changes: Any) -> nn.Module:
     options = _DECODER | experts | {"head_dim": 8} | _WINDOW
     torch.manual_seed(0)
     model: nn.Module = GptOssForCausalLM(GptOssConfig(**options | changes))
+    return model.train()
+
+
+def deepseek_v3(**changes: Any) -> nn.Module:
+    """DeepSeek-V3 of transformers: a layer with an MLP and one with experts; 4 heads.
+
+    Latents of queries have 16 features, of keys and values 8; heads 8 features without positions
+    and 4 with them. 2 of 4 experts of 48 features, of 2 groups, beside a shared expert.
+
+    Args:
+        changes: to its config.
+    """
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    attention = {
+        "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 8, "num_key_value_heads": 4,
+    }  # fmt: skip
+    experts = {
+        "first_k_dense_replace": 1, "moe_intermediate_size": 48, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model: nn.Module = DeepseekV3ForCausalLM(
+        DeepseekV3Config(**_DECODER | attention | experts | changes)
+    )
     return model.train()
 
 

@@ -91,7 +91,7 @@ def _install_local(
 
 @dataclass(frozen=True)
 class _RegionParam:
-    """A parameter of a module that runs on local tensors.
+    """A parameter or buffer of a module that runs on local tensors.
 
     Attributes:
         owner: the module that has it.
@@ -104,6 +104,11 @@ class _RegionParam:
     name: str
     gradient: _ByAxis
     shared_along: set[int]
+
+    def find(self) -> torch.Tensor | None:
+        """Returns what the module has now."""
+        of = self.owner._parameters if self.name in self.owner._parameters else self.owner._buffers
+        return of[self.name]
 
 
 class _LocalRegion:
@@ -143,7 +148,7 @@ class _LocalRegion:
                 {axes.index(one) for one in shared.get(_joined(path, inner, name), ())},
             )
             for inner, owner in module.named_modules()
-            for name in (*owner._parameters,)
+            for name in (*owner._parameters, *owner._buffers)
         ]
         positional = positional_names(module)
         self._input_gradients = [
@@ -160,7 +165,7 @@ class _LocalRegion:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._inputs = []
         map_tensors((args, kwargs), self._remember)
-        params: list[Any] = [one.owner._parameters[one.name] for one in self._params]
+        params: list[Any] = [one.find() for one in self._params]
         sharded_by_params = self._sharded_axes([one for one in params if isinstance(one, DTensor)])
         sharded_by_inputs = self._sharded_axes(self._inputs)
         for one, param in zip(self._params, params, strict=True):

@@ -140,6 +140,9 @@ class PlanEntries(PolicyEntries):
     ) -> Self:
         """Places the tensors that modules create while they run, by `torch.zeros` and the like.
 
+        In Eager also those created by `new_zeros` and the like of a DTensor, which torch replicates
+        where they have other sizes than it.
+
         Where modules with an entry are nested, the entry of the innermost applies. Static mode has
         no DTensors, and takes this rank's shard of what the code creates.
 

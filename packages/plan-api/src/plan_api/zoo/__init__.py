@@ -1,5 +1,6 @@
 """Plans of known models; each is an ordinary plan, to be read, joined and edited."""
 
+from plan_api.zoo.deepseek_v3 import deepseek_v3
 from plan_api.zoo.dit import dit
 from plan_api.zoo.gemma3 import gemma3
 from plan_api.zoo.gpt2 import gpt2
@@ -10,4 +11,15 @@ from plan_api.zoo.qwen3 import qwen3
 from plan_api.zoo.qwen3_moe import qwen3_moe
 from plan_api.zoo.vit import vit
 
-__all__ = ["dit", "gemma3", "gpt2", "gpt_oss", "llama", "mixtral", "qwen3", "qwen3_moe", "vit"]
+__all__ = [
+    "deepseek_v3",
+    "dit",
+    "gemma3",
+    "gpt2",
+    "gpt_oss",
+    "llama",
+    "mixtral",
+    "qwen3",
+    "qwen3_moe",
+    "vit",
+]

@@ -17,7 +17,7 @@ from plan_api.zoo.requirements import (
     shard_sequence,
 )
 
-__all__ = ["decoder", "llama"]
+__all__ = ["decoder", "llama", "sum_outputs"]
 
 
 def llama(
@@ -64,6 +64,8 @@ def decoder(
     mlp_grad: Placement | None,
     context: ContextParallel | None = None,
     *,
+    heads: str = "q|k|v",
+    unit: str = "head_dim",
     head_norms: bool = False,
 ) -> Plan:
     """Makes the plan that `llama` and similar decoders have in common.
@@ -77,6 +79,8 @@ def decoder(
         mlp_grad: the placement of the gradient of the MLPs' inputs, along ``tp``; None: MLPs take
             hidden states in the placement between them and attention.
         context: how sequences are sharded; None: they are not.
+        heads: the projections to heads of attention.
+        unit: the attribute of attention that is the size of their heads.
         head_norms: whether attention normalizes queries and keys, each rank those of its heads.
     """
     plan, whole, part, layer = Plan(mesh), Replicate(), Partial(), r"model\.layers\.\d+"
@@ -88,15 +92,14 @@ def decoder(
         plan.redistribute(one, [whole] * len(plan.axes), [whole] * len(plan.axes))
     if tp is not None:
         rest = Shard(1) if sp else whole
-        plan.shard(rf"{layer}\..*\.(q|k|v|gate|up)_proj\.weight", Shard(0), tp)
-        plan.shard(rf"{layer}\..*\.(q|k|v)_proj\.weight", Shard(0), tp, unit="head_dim")
+        plan.shard(rf"{layer}\..*\.({heads}|gate|up)_proj\.weight", Shard(0), tp)
+        plan.shard(rf"{layer}\..*\.({heads})_proj\.weight", Shard(0), tp, unit=unit)
         plan.shard(rf"{layer}\..*\.(o|down)_proj\.weight", Shard(1), tp)
         # Also where forward communicates nothing gradients are Partial: by itself torch shards them
         # on the batch, after which the products of attention are redistributed.
-        moved = {"self_attn": part} | ({} if mlp_grad is None else {"mlp": mlp_grad})
-        for at, grad in moved.items():
-            plan.redistribute(rf"{layer}\.{at}.<in>", rest, whole, tp, grad_src=grad, grad_dst=rest)
-        plan.redistribute(rf"{layer}\.({'|'.join(moved)}).<out>", part, rest, tp)
+        sum_outputs(plan, rf"{layer}\.self_attn", tp, rest, part)
+        if mlp_grad is not None:
+            sum_outputs(plan, rf"{layer}\.mlp", tp, rest, mlp_grad)
         plan.annotate(rf"{layer}\.self_attn.<op:dropout>", Shard(1), tp)
         if head_norms:
             plan.annotate(rf"{layer}\.self_attn\.(q|k)_norm\.weight\.grad", part, tp)
@@ -110,3 +113,17 @@ def decoder(
             plan.shard(r"model\.embed_tokens.<out>", whole, tp)  # Partial if it is tied
             shard_classes(plan, tp)
     return plan
+
+
+def sum_outputs(plan: Plan, path: str, tp: str, rest: Placement, grad: Placement) -> None:
+    """Gathers the inputs of modules that `tp` shards, and sums their outputs.
+
+    Args:
+        plan: to which entries are added.
+        path: of the modules.
+        tp: the axis.
+        rest: the placement of hidden states between them.
+        grad: the placement of the gradients of their inputs.
+    """
+    plan.redistribute(f"{path}.<in>", rest, Replicate(), tp, grad_src=grad, grad_dst=rest)
+    plan.redistribute(f"{path}.<out>", Partial(), rest, tp)
