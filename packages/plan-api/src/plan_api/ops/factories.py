@@ -68,9 +68,11 @@ def install_factory(
         created: torch.Tensor = function(*args, **kwargs)
         if isinstance(created, DTensor):
             replicated = created
-        elif type(created) is not torch.Tensor or created.device.type != mesh.device_type:
-            return created
-        elif function in LIKE_TENSORS:  # a plain tensor, which is not the plan's
+        elif (
+            type(created) is not torch.Tensor
+            or created.device.type != mesh.device_type
+            or function in LIKE_TENSORS  # of a plain tensor, which the plan does not place
+        ):
             return created
         else:
             # Created whole, so that random numbers are those of one device; each rank takes its
