@@ -87,6 +87,11 @@ def _options(model, product):
     return common | {"micro_batch": 8 // degrees.data} | product
 
 
+def _of_one_device(run):
+    """Returns the options whose dropout masks are those of a run, of microbatches of 8 samples."""
+    return {"micro_batch": 8 // run.get("pp_microbatches", 1), "dropout": run["dropout"]}
+
+
 def _train(runs, steps):
     import dtensor_rules
     from integration.train.config import TrainConfig
@@ -113,20 +118,16 @@ def _train(runs, steps):
 
 
 def _compare(model, ranks, names, steps, out):
-    """Compares runs of some products with those of one device, with dropout or without."""
+    """Compares runs of some products with those of one device."""
     shared = {"out": out, "resume": "never"}
     runs = [shared | _options(model, _products(model, ranks)[name]) for name in names]
-    alone = {
-        dropout: shared | {"model": model, "micro_batch": 8, "dropout": dropout}
-        for dropout in dict.fromkeys(run["dropout"] for run in runs)
-    }
-    expected = dict(
-        zip(alone, run_ranks(_train, 1, [*alone.values()], steps, timeout=240)[0], strict=True)
-    )
+    ones = [shared | {"model": model} | _of_one_device(run) for run in runs]
+    alone = [one for number, one in enumerate(ones) if one not in ones[:number]]
+    expected = run_ranks(_train, 1, alone, steps, timeout=240)[0]
     found = run_ranks(_train, ranks, runs, steps, timeout=480)[0]
     tolerance = model_shape(model).tolerance
-    for name, run, actual in zip(names, runs, found, strict=True):
-        one = expected[run["dropout"]]
+    for name, options, actual in zip(names, ones, found, strict=True):
+        one = expected[alone.index(options)]
         assert one.losses[0] - one.losses[-1] > 0.02, "the comparison is empty"
         assert actual.losses == pytest.approx(one.losses, rel=0, abs=tolerance), name
         assert actual.norms == pytest.approx(one.norms, rel=0, abs=tolerance), name

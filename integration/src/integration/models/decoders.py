@@ -18,7 +18,9 @@ class DecoderShape(ModelShape):
         model_class: name of the model there.
     """
 
-    tensor_parallel_sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    tensor_parallel_sizes: ClassVar[tuple[str, ...]] = (
+        "num_attention_heads", "num_key_value_heads", "intermediate_size",
+    )  # fmt: skip
     config_class: ClassVar[str]
     model_class: ClassVar[str]
 

@@ -70,7 +70,7 @@ class ModelFamily(ABC):
 
 
 class DecoderFamily(ModelFamily):
-    """Hugging Face's decoders: LLaMA, Mixtral and similar ones."""
+    """Hugging Face's decoders, such as LLaMA and Mixtral."""
 
     passed = (PassedTensor("hidden_states", is_sequence=True),)
     sequence_length_matters = True  # positions and masks

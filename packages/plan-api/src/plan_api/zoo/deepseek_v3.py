@@ -50,8 +50,7 @@ def deepseek_v3(
     first = "|".join(map(str, range(dense)))
     layers = rf"model\.layers\.(?!({first})\.)\d+" if dense else r"model\.layers\.\d+"
     names = ExpertNames(mlp=rf"{layers}\.mlp")
-    heads = {"heads": "q|q_b", "unit": "qk_head_dim"}
-    plan = decoder(mesh, tp, dp, sp, loss_parallel, None, **heads)
+    plan = decoder(mesh, tp, dp, sp, loss_parallel, None, heads="q|q_b", unit="qk_head_dim")
     if tp is not None:
         rest = Shard(1) if sp else Replicate()
         _shard_heads(plan, dp, tp)
