@@ -130,8 +130,8 @@ def _refuse(rule: str, style: str, model: nn.Module, pattern: str) -> None:
     if found:
         known = ", ".join((*_STYLES, _EXPERTS))
         raise ValueError(
-            f"from_tp_plan: expected a style among {known} for a module, got {style!r} for {rule!r} "
-            f"({found[0]}) of {type(model).__name__}; write a plan for this model"
+            f"from_tp_plan: expected a style among {known} for a module, got {style!r} for "
+            f"{rule!r} ({found[0]}) of {type(model).__name__}; write a plan for this model"
         )
 
 
