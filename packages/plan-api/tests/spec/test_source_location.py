@@ -45,7 +45,7 @@ def test_an_entry_of_the_zoo_has_both_lines(mesh):
     layer = r"model\.layers\.\d+"
     assert of["lm_head.<in>"].split(" > ")[1].startswith("zoo/llama.py:")
     assert "lm_head.<in>" in source(of["lm_head.<in>"])
-    assert 'f"{path}.<out>"' in source(of[rf"{layer}\.mlp.<out>"])
+    assert "join(moved)}).<out>" in source(of[rf"{layer}\.(self_attn|mlp).<out>"])
     assert of[r".*\.mlp\.experts"].split(" > ")[1].startswith("zoo/experts.py:")
     assert "plan.local(experts" in source(of[r".*\.mlp\.experts"])
 

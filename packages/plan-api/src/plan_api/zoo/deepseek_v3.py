@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.plan import Plan
-from plan_api.zoo.experts import ExpertNames, add_experts, shard_gated_experts
-from plan_api.zoo.llama import decoder, sum_outputs
+from plan_api.zoo.experts import ExpertNames, add_experts
+from plan_api.zoo.llama import decoder
 from plan_api.zoo.requirements import Axes, check_options, expert_axes, names_of
 
 __all__ = ["deepseek_v3"]
@@ -55,16 +56,20 @@ def deepseek_v3(
         rest = Shard(1) if sp else Replicate()
         _shard_heads(plan, dp, tp)
         if dense:
-            sum_outputs(plan, rf"model\.layers\.({first})\.mlp", tp, rest, Partial())
+            _sum_outputs(plan, rf"model\.layers\.({first})\.mlp", tp, rest, Partial())
         if tp not in axes.dispatched:
-            sum_outputs(plan, names.mlp, tp, rest, Replicate())
+            _sum_outputs(plan, names.mlp, tp, rest, Replicate())
         _shard_shared(plan, rf"{names.mlp}\.shared_experts", tp, tp in axes.dispatched)
-        if tp not in axes.sharded:
-            shard_gated_experts(plan, names, tp, "deepseek_v3")
     if tp not in axes.dispatched:
         along = names_of(dp) or plan.axes
         plan.local(rf"{names.mlp}\.gate", [Shard(0) if dp else Replicate()] * len(along), along)
-    return add_experts(plan, axes, names, tp, dp, output=names.experts)
+    return add_experts(plan, axes, names, gated="deepseek_v3", output=names.experts)
+
+
+def _sum_outputs(plan: Plan, path: str, tp: str, rest: Placement, grad: Placement) -> None:
+    """Gathers the inputs of MLPs, and sums their outputs."""
+    plan.redistribute(f"{path}.<in>", rest, Replicate(), tp, grad_src=grad, grad_dst=rest)
+    plan.redistribute(f"{path}.<out>", Partial(), rest, tp)
 
 
 def _shard_heads(plan: Plan, dp: Axes, tp: str) -> None:

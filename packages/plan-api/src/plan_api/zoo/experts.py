@@ -15,9 +15,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api.plan import Plan
 from plan_api.spec.placements import interleaved_shard
-from plan_api.zoo.requirements import Axes, ExpertAxes, names_of
+from plan_api.zoo.requirements import ExpertAxes
 
-__all__ = ["ExpertNames", "add_experts", "shard_gated_experts"]
+__all__ = ["ExpertNames", "add_experts"]
+
+_R, _P = Replicate(), Partial()
 
 
 @dataclass(frozen=True)
@@ -42,57 +44,52 @@ class ExpertNames:
         return rf"{self.mlp}\.experts"
 
 
-def shard_gated_experts(plan: Plan, names: ExpertNames, tp: str, name: str) -> None:
-    """Shards each expert along ``tp``: fused gate and up projections, and down projections.
-
-    Args:
-        plan: to which entries are added.
-        names: of the experts, whose projections have (experts, out, in).
-        tp: the axis.
-        name: of the plan, for messages.
-
-    Raises:
-        ImportError: ragged-shard is not installed, which shards fused projections.
-    """
-    plan.shard(rf"{names.experts}\.gate_up_proj", interleaved_shard(1, 2, name), tp)
-    plan.shard(rf"{names.experts}\.down_proj", Shard(2), tp)
+_NAMES = ExpertNames()
 
 
 def add_experts(
-    plan: Plan, axes: ExpertAxes, names: ExpertNames, tp: str | None, dp: Axes, *, output: str = ""
+    plan: Plan,
+    axes: ExpertAxes,
+    names: ExpertNames = _NAMES,
+    *,
+    gated: str | None = None,
+    output: str | None = None,
 ) -> Plan:
     """Runs experts on local tensors, sharded by number along ``axes.sharded``.
 
     Args:
-        plan: to which entries are added, with those for projections that ``tp`` shards.
+        plan: to which entries are added.
         axes: of the mixture.
         names: of the mixture.
-        tp: as in the plans' options.
-        dp: as in the plans' options.
+        gated: name of the plan, for messages, if experts have a fused gate and up projection and a
+            down projection of (experts, out, in), which ``axes.tp`` shards where it does not shard
+            experts by number; None: the plan has the entries for its own projections.
         output: pattern of the modules whose outputs are summed along axes of experts that shard
-            nothing else; by default the MLPs.
+            nothing else; None: the MLPs.
 
     Returns:
         the plan.
+
+    Raises:
+        ImportError: ragged-shard is not installed, which shards fused projections.
     """
-    whole, part, experts = Replicate(), Partial(), names.experts
+    if gated is not None and axes.tp is not None and axes.tp not in axes.sharded:
+        plan.shard(rf"{names.experts}\.gate_up_proj", interleaved_shard(1, 2, gated), axes.tp)
+        plan.shard(rf"{names.experts}\.down_proj", Shard(2), axes.tp)
     # The router is replicated, so gradients are summed at the inputs of the experts.
-    for axis, at in itertools.product(axes.summed, ("<in:0>", f"<in:{names.weights}>")):
-        plan.redistribute(f"{experts}.{at}", whole, whole, axis, grad_src=part, grad_dst=whole)
-    plan.annotate(rf"{experts}\..*\.grad", [part] * len(axes.replicated), axes.replicated)
+    for axis, at in itertools.product(axes.summed, (0, names.weights)):
+        plan.redistribute(f"{names.experts}.<in:{at}>", _R, _R, axis, grad_src=_P, grad_dst=_R)
+    plan.annotate(rf"{names.experts}\..*\.grad", [_P] * len(axes.replicated), axes.replicated)
     if axes.sharded:
-        return _expert_parallel(plan, axes, names, tp, output or names.mlp)
+        return _expert_parallel(plan, axes, names, output or names.mlp)
     # Without parts to sum only the batch is sharded, or nothing.
-    along = axes.summed or names_of(dp) or plan.axes
-    placement = part if axes.summed else Shard(0) if dp else whole
-    return plan.local(experts, [placement] * len(along), along)
+    outputs = axes.outputs or dict.fromkeys(plan.axes, _R)
+    return plan.local(names.experts, [*outputs.values()], [*outputs])
 
 
-def _expert_parallel(
-    plan: Plan, axes: ExpertAxes, names: ExpertNames, tp: str | None, output: str
-) -> Plan:
+def _expert_parallel(plan: Plan, axes: ExpertAxes, names: ExpertNames, output: str) -> Plan:
     """Adds experts sharded by number, and the combination of their outputs."""
-    part, shard = Partial(), [Shard(0)] * len(axes.sharded)
+    part, shard, tp = Partial(), [Shard(0)] * len(axes.sharded), axes.tp
     experts, choices = names.experts, f"{names.experts}.<in:{names.index}>"
     plan.shard(rf"{experts}\.\w+", shard, axes.sharded)
     if not axes.dispatched:

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial
 
 from plan_api.plan import Plan
-from plan_api.zoo.llama import decoder
+from plan_api.zoo.llama import decoder, sum_head_norms
 from plan_api.zoo.requirements import Axes, check_options
 
 __all__ = ["gemma3"]
@@ -36,4 +36,4 @@ def gemma3(
         ValueError: the mesh lacks an axis, or ``sp`` or ``loss_parallel`` without ``tp``.
     """
     check_options("gemma3", tp, sp=sp, loss_parallel=loss_parallel)
-    return decoder(mesh, tp, dp, sp, loss_parallel, Partial(), head_norms=True)
+    return sum_head_norms(decoder(mesh, tp, dp, sp, loss_parallel, Partial()), tp)

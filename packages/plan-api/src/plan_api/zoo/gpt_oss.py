@@ -41,8 +41,7 @@ def gpt_oss(
     check_options("gpt_oss", tp, sp=sp, loss_parallel=loss_parallel)
     axes = expert_axes("gpt_oss", tp, dp, sp, ep)
     names = ExpertNames(router="router", index="router_indices", weights="routing_weights")
-    mlp_grad = None if tp in axes.dispatched else Replicate()
-    plan = decoder(mesh, tp, dp, sp, loss_parallel, mlp_grad)
+    plan = decoder(mesh, tp, dp, sp, loss_parallel, axes.mlp_grad)
     if tp is not None:
         whole, part, attention = Replicate(), Partial(), r".*\.self_attn"
         plan.shard(rf"{attention}\.((q|k|v)_proj\.bias|sinks)", Shard(0), tp)
@@ -52,4 +51,4 @@ def gpt_oss(
             plan.shard(rf"{names.experts}\.gate_up_proj", Shard(2), tp)
             plan.shard(rf"{names.experts}\.(gate_up_proj_bias|down_proj)", Shard(1), tp)
             plan.redistribute(rf"{names.experts}\.down_proj_bias", whole, part, tp)
-    return add_experts(plan, axes, names, tp, dp)
+    return add_experts(plan, axes, names)

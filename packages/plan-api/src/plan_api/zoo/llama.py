@@ -17,7 +17,7 @@ from plan_api.zoo.requirements import (
     shard_sequence,
 )
 
-__all__ = ["decoder", "llama", "sum_outputs"]
+__all__ = ["decoder", "llama", "sum_head_norms"]
 
 
 def llama(
@@ -66,7 +66,6 @@ def decoder(
     *,
     heads: str = "q|k|v",
     unit: str = "head_dim",
-    head_norms: bool = False,
 ) -> Plan:
     """Makes the plan that `llama` and similar decoders have in common.
 
@@ -81,7 +80,6 @@ def decoder(
         context: how sequences are sharded; None: they are not.
         heads: the projections to heads of attention.
         unit: the attribute of attention that is the size of their heads.
-        head_norms: whether attention normalizes queries and keys, each rank those of its heads.
     """
     plan, whole, part, layer = Plan(mesh), Replicate(), Partial(), r"model\.layers\.\d+"
     shard_batch(plan, dp, ("input_ids", "labels"), rf"{layer}\.self_attn.<op:dropout>", cp=context)
@@ -97,12 +95,11 @@ def decoder(
         plan.shard(rf"{layer}\..*\.(o|down)_proj\.weight", Shard(1), tp)
         # Also where forward communicates nothing gradients are Partial: by itself torch shards them
         # on the batch, after which the products of attention are redistributed.
-        sum_outputs(plan, rf"{layer}\.self_attn", tp, rest, part)
-        if mlp_grad is not None:
-            sum_outputs(plan, rf"{layer}\.mlp", tp, rest, mlp_grad)
+        moved = {"self_attn": part} | ({} if mlp_grad is None else {"mlp": mlp_grad})
+        for at, grad in moved.items():
+            plan.redistribute(rf"{layer}\.{at}.<in>", rest, whole, tp, grad_src=grad, grad_dst=rest)
+        plan.redistribute(rf"{layer}\.({'|'.join(moved)}).<out>", part, rest, tp)
         plan.annotate(rf"{layer}\.self_attn.<op:dropout>", Shard(1), tp)
-        if head_norms:
-            plan.annotate(rf"{layer}\.self_attn\.(q|k)_norm\.weight\.grad", part, tp)
         if sp:
             plan.redistribute(r"model\.layers\.0.<in>", whole, rest, tp)
             plan.annotate(r".*norm\.weight\.grad", part, tp)
@@ -115,15 +112,16 @@ def decoder(
     return plan
 
 
-def sum_outputs(plan: Plan, path: str, tp: str, rest: Placement, grad: Placement) -> None:
-    """Gathers the inputs of modules that `tp` shards, and sums their outputs.
+def sum_head_norms(plan: Plan, tp: str | None) -> Plan:
+    """Annotates the norms of queries and keys, which each rank of ``tp`` applies to its heads.
 
     Args:
-        plan: to which entries are added.
-        path: of the modules.
-        tp: the axis.
-        rest: the placement of hidden states between them.
-        grad: the placement of the gradients of their inputs.
+        plan: of `decoder`, to which the entry is added.
+        tp: as in `llama`.
+
+    Returns:
+        the plan.
     """
-    plan.redistribute(f"{path}.<in>", rest, Replicate(), tp, grad_src=grad, grad_dst=rest)
-    plan.redistribute(f"{path}.<out>", Partial(), rest, tp)
+    if tp is not None:
+        plan.annotate(r".*\.self_attn\.(q|k)_norm\.weight\.grad", Partial(), tp)
+    return plan

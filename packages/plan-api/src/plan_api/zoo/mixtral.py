@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
 
 from plan_api.plan import Plan
-from plan_api.zoo.experts import ExpertNames, add_experts, shard_gated_experts
+from plan_api.zoo.experts import add_experts
 from plan_api.zoo.llama import decoder
 from plan_api.zoo.requirements import Axes, check_options, expert_axes
 
@@ -41,10 +40,6 @@ def mixtral(
             and up projections.
     """
     check_options("mixtral", tp, sp=sp, loss_parallel=loss_parallel)
-    axes, names = expert_axes("mixtral", tp, dp, sp, ep), ExpertNames()
-    # Where parts of the sequence are dispatched the whole MLP, with its router, runs on them.
-    mlp_grad = None if tp in axes.dispatched else Replicate()
-    plan = decoder(mesh, tp, dp, sp, loss_parallel, mlp_grad)
-    if tp is not None and tp not in axes.sharded:
-        shard_gated_experts(plan, names, tp, "mixtral")
-    return add_experts(plan, axes, names, tp, dp)
+    axes = expert_axes("mixtral", tp, dp, sp, ep)
+    plan = decoder(mesh, tp, dp, sp, loss_parallel, axes.mlp_grad)
+    return add_experts(plan, axes, gated="mixtral")

@@ -7,7 +7,7 @@ from torch.distributed.tensor import Partial
 
 from plan_api.plan import Plan
 from plan_api.spec.plan_entries import ContextMethod, SequenceOrder
-from plan_api.zoo.llama import decoder
+from plan_api.zoo.llama import decoder, sum_head_norms
 from plan_api.zoo.requirements import Axes, ContextParallel, check_options
 
 __all__ = ["qwen3"]
@@ -41,4 +41,4 @@ def qwen3(
     """
     check_options("qwen3", tp, sp=sp, loss_parallel=loss_parallel, dp=dp, cp=cp, mesh=mesh)
     context = ContextParallel.of(cp, cp_method, cp_order)
-    return decoder(mesh, tp, dp, sp, loss_parallel, Partial(), context, head_norms=True)
+    return sum_head_norms(decoder(mesh, tp, dp, sp, loss_parallel, Partial(), context), tp)

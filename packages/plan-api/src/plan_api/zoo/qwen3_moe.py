@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
 
 from plan_api.plan import Plan
-from plan_api.zoo.experts import ExpertNames, add_experts, shard_gated_experts
-from plan_api.zoo.llama import decoder
+from plan_api.zoo.experts import add_experts
+from plan_api.zoo.llama import decoder, sum_head_norms
 from plan_api.zoo.requirements import Axes, check_options, expert_axes
 
 __all__ = ["qwen3_moe"]
@@ -37,10 +36,6 @@ def qwen3_moe(
         ImportError: as `mixtral`.
     """
     check_options("qwen3_moe", tp, sp=sp, loss_parallel=loss_parallel)
-    axes, names = expert_axes("qwen3_moe", tp, dp, sp, ep), ExpertNames()
-    # Where parts of the sequence are dispatched the whole MLP, with its router, runs on them.
-    mlp_grad = None if tp in axes.dispatched else Replicate()
-    plan = decoder(mesh, tp, dp, sp, loss_parallel, mlp_grad, head_norms=True)
-    if tp is not None and tp not in axes.sharded:
-        shard_gated_experts(plan, names, tp, "qwen3_moe")
-    return add_experts(plan, axes, names, tp, dp)
+    axes = expert_axes("qwen3_moe", tp, dp, sp, ep)
+    plan = sum_head_norms(decoder(mesh, tp, dp, sp, loss_parallel, axes.mlp_grad), tp)
+    return add_experts(plan, axes, gated="qwen3_moe")
