@@ -82,4 +82,4 @@ def test_track_shows_both_lines(monkeypatch):
     lines = {one.line for one in record.collectives if one.site == "model.layers.0.mlp"}
     (found,) = lines
     assert found.startswith(f"{line} > zoo/llama.py:")
-    assert 'f"{path}.<out>"' in source(found)
+    assert "join(moved)}).<out>" in source(found)
