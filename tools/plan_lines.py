@@ -38,7 +38,7 @@ def main() -> None:
     """Prints a line per plan of the zoo."""
     print(f"{'plan':10}{'lines':>6}{'paper':>7}{'static':>8}")
     for path in sorted(ZOO.glob("*.py")):
-        if path.stem in ("__init__", "requirements"):
+        if path.stem in ("__init__", "experts", "requirements"):
             continue
         built = count(path.stem)
         paper = str(PAPER.get(path.stem, "-"))

@@ -138,6 +138,17 @@ def test_stages_called_in_turn_have_the_models_loss(points):
     torch.testing.assert_close(in_turn(model, points, batch), model(**batch).loss, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("make", [models.gemma3, models.gpt_oss])
+def test_layers_of_a_stage_have_their_own_kind_of_attention(make):
+    """The forward counts the layers of a stage from 0; the second one has no sliding window."""
+    model = make()
+    ids = torch.arange(24).view(2, 12)
+    batch = {"input_ids": ids, "labels": ids}
+    points = ("model.layers.1",)
+    torch.testing.assert_close(in_turn(model, points, batch), model(**batch).loss, rtol=0, atol=0)
+    assert model.config.layer_types == ["sliding_attention", "full_attention"]
+
+
 def test_stages_of_a_diffusion_model_called_in_turn_have_its_loss():
     model = DiffusionLoss(DiT(depth=3, class_dropout_prob=0.0))
     images = torch.randn(2, 4, 8, 8)

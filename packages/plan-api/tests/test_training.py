@@ -24,6 +24,12 @@ CASES = {
         partial(models.llama, attention_dropout=0.1, vocab_size=67, tie_word_embeddings=True),
         partial(zoo.llama, dp="dp", loss_parallel=True),
     ),
+    "qwen3": Training(partial(models.qwen3, attention_dropout=0.1), partial(zoo.qwen3, dp="dp")),
+    "gemma3": Training(partial(models.gemma3, attention_dropout=0.1), partial(zoo.gemma3, dp="dp")),
+    "gemma3, 67 tokens, loss parallel": Training(
+        partial(models.gemma3, attention_dropout=0.1, vocab_size=67),
+        partial(zoo.gemma3, dp="dp", loss_parallel=True),
+    ),
     "gpt2": Training(models.gpt2, partial(zoo.gpt2, dp="dp")),
     "gpt2, loss parallel": Training(models.gpt2, partial(zoo.gpt2, dp="dp", loss_parallel=True)),
     # Its routing amplifies.
@@ -46,6 +52,41 @@ CASES = {
     "mixtral, 3 experts divided along ep and cut along tp": Training(
         partial(models.mixtral, attention_dropout=0.1, num_local_experts=3),
         partial(zoo.mixtral, ep="ep"),
+        within=6e-5,
+        axes=("ep", "tp"),
+    ),
+    "qwen3_moe": Training(
+        partial(models.qwen3_moe, attention_dropout=0.1),
+        partial(zoo.qwen3_moe, dp="dp"),
+        within=6e-5,
+    ),
+    "gpt_oss": Training(
+        partial(models.gpt_oss, attention_dropout=0.1), partial(zoo.gpt_oss, dp="dp"), within=6e-5
+    ),
+    "gpt_oss, 3 experts divided along tp": Training(
+        partial(models.gpt_oss, attention_dropout=0.1, num_local_experts=3),
+        partial(zoo.gpt_oss, dp="dp", ep="tp"),
+        within=6e-5,
+    ),
+    "gpt_oss, 3 experts divided along ep and cut along tp": Training(
+        partial(models.gpt_oss, attention_dropout=0.1, num_local_experts=3),
+        partial(zoo.gpt_oss, ep="ep"),
+        within=6e-5,
+        axes=("ep", "tp"),
+    ),
+    "deepseek_v3": Training(
+        partial(models.deepseek_v3, attention_dropout=0.1),
+        partial(zoo.deepseek_v3, dp="dp", dense=1),
+        within=6e-5,
+    ),
+    "deepseek_v3, experts divided along tp": Training(
+        partial(models.deepseek_v3, attention_dropout=0.1),
+        partial(zoo.deepseek_v3, dp="dp", ep="tp", dense=1, loss_parallel=True),
+        within=6e-5,
+    ),
+    "deepseek_v3, experts divided along ep and cut along tp": Training(
+        partial(models.deepseek_v3, attention_dropout=0.1),
+        partial(zoo.deepseek_v3, ep="ep", dense=1),
         within=6e-5,
         axes=("ep", "tp"),
     ),

@@ -14,6 +14,8 @@ from integration.models.custom import custom_shape, load_function
 from integration.models.decoders import (
     DECODERS,
     DecoderShape,
+    DeepseekV3Shape,
+    ExpertsShape,
     LlamaShape,
     MixtralShape,
 )
@@ -26,7 +28,9 @@ MODEL_NAMES: tuple[str, ...] = tuple(_SHAPES)
 __all__ = [
     "MODEL_NAMES",
     "DecoderShape",
+    "DeepseekV3Shape",
     "DiTShape",
+    "ExpertsShape",
     "LlamaShape",
     "MixtralShape",
     "ModelShape",

@@ -1,4 +1,4 @@
-"""Hugging Face's LLaMA and Mixtral, unmodified."""
+"""Hugging Face's decoders, unmodified."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
@@ -11,9 +11,18 @@ from integration.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class DecoderShape(ModelShape):
-    """Sizes of a decoder; fields are named as in ``transformers.LlamaConfig``."""
+    """Sizes of a decoder; fields are named as in ``transformers.LlamaConfig``.
 
-    tensor_parallel_sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    Attributes:
+        config_class: name of the configuration in transformers.
+        model_class: name of the model there.
+    """
+
+    tensor_parallel_sizes: ClassVar[tuple[str, ...]] = (
+        "num_attention_heads", "num_key_value_heads", "intermediate_size",
+    )  # fmt: skip
+    config_class: ClassVar[str]
+    model_class: ClassVar[str]
 
     hidden_size: int
     intermediate_size: int
@@ -39,53 +48,157 @@ class DecoderShape(ModelShape):
             "attn_implementation": "eager" if dropout else "sdpa",
         }
 
-
-@dataclass(frozen=True)
-class LlamaShape(DecoderShape):
-    """Sizes of a ``LlamaForCausalLM``."""
-
-    family: ClassVar[str] = "llama"
-
     def build(self, *, dropout: float) -> nn.Module:
         """Returns the model; ``dropout`` is of attention's weights."""
         # Imported on use, as it takes seconds and options are validated without a model.
-        from transformers import LlamaConfig, LlamaForCausalLM
+        import transformers
 
-        model: nn.Module = LlamaForCausalLM(LlamaConfig(**self.options(dropout=dropout)))
+        config = getattr(transformers, self.config_class)(**self.options(dropout=dropout))
+        model: nn.Module = getattr(transformers, self.model_class)(config)
         return model.train()
 
 
 @dataclass(frozen=True)
-class MixtralShape(DecoderShape):
-    """Sizes of a ``MixtralForCausalLM``."""
+class ExpertsShape(DecoderShape):
+    """Sizes of a decoder with a mixture of experts."""
 
-    family: ClassVar[str] = "mixtral"
     # Rounding can change the router's choice between two experts with nearly equal scores.
     tolerance: ClassVar[float] = 6e-5
 
     num_local_experts: int = 4
     num_experts_per_tok: int = 2
 
+
+@dataclass(frozen=True)
+class LlamaShape(DecoderShape):
+    """Sizes of a ``LlamaForCausalLM``."""
+
+    family: ClassVar[str] = "llama"
+    config_class: ClassVar[str] = "LlamaConfig"
+    model_class: ClassVar[str] = "LlamaForCausalLM"
+
+
+@dataclass(frozen=True)
+class Qwen3Shape(DecoderShape):
+    """Sizes of a ``Qwen3ForCausalLM``."""
+
+    family: ClassVar[str] = "qwen3"
+    config_class: ClassVar[str] = "Qwen3Config"
+    model_class: ClassVar[str] = "Qwen3ForCausalLM"
+
+    head_dim: int = 16
+
+
+@dataclass(frozen=True)
+class Gemma3Shape(DecoderShape):
+    """Sizes of a ``Gemma3ForCausalLM``; layers of sliding and of full attention alternate."""
+
+    family: ClassVar[str] = "gemma3"
+    config_class: ClassVar[str] = "Gemma3TextConfig"
+    model_class: ClassVar[str] = "Gemma3ForCausalLM"
+
+    head_dim: int = 16
+    sliding_window: int = 16
+
+    def options(self, *, dropout: float) -> dict[str, Any]:
+        """Returns the arguments of the model's configuration."""
+        return super().options(dropout=dropout) | {
+            "query_pre_attn_scalar": self.head_dim,
+            "layer_types": alternating_layers(self.num_hidden_layers),
+        }
+
+
+@dataclass(frozen=True)
+class MixtralShape(ExpertsShape):
+    """Sizes of a ``MixtralForCausalLM``."""
+
+    family: ClassVar[str] = "mixtral"
+    config_class: ClassVar[str] = "MixtralConfig"
+    model_class: ClassVar[str] = "MixtralForCausalLM"
+
     def options(self, *, dropout: float) -> dict[str, Any]:
         """Returns the arguments of the model's configuration, without a sliding window."""
         return super().options(dropout=dropout) | {"sliding_window": None}
 
-    def build(self, *, dropout: float) -> nn.Module:
-        """Returns the model; ``dropout`` is of attention's weights."""
-        from transformers import MixtralConfig, MixtralForCausalLM
 
-        model: nn.Module = MixtralForCausalLM(MixtralConfig(**self.options(dropout=dropout)))
-        return model.train()
+@dataclass(frozen=True)
+class Qwen3MoeShape(ExpertsShape):
+    """Sizes of a ``Qwen3MoeForCausalLM``; all layers have experts."""
+
+    family: ClassVar[str] = "qwen3_moe"
+    config_class: ClassVar[str] = "Qwen3MoeConfig"
+    model_class: ClassVar[str] = "Qwen3MoeForCausalLM"
+    tensor_parallel_sizes = ("num_attention_heads", "num_key_value_heads", "moe_intermediate_size")
+
+    head_dim: int = 16
+    moe_intermediate_size: int = 96
+
+    def options(self, *, dropout: float) -> dict[str, Any]:
+        """Returns the arguments of the model's configuration, with weights that sum to one."""
+        return super().options(dropout=dropout) | {"norm_topk_prob": True}
+
+
+@dataclass(frozen=True)
+class GptOssShape(ExpertsShape):
+    """Sizes of a ``GptOssForCausalLM``; layers of sliding and of full attention alternate."""
+
+    family: ClassVar[str] = "gpt_oss"
+    config_class: ClassVar[str] = "GptOssConfig"
+    model_class: ClassVar[str] = "GptOssForCausalLM"
+
+    head_dim: int = 16
+    sliding_window: int = 16
+
+    def options(self, *, dropout: float) -> dict[str, Any]:
+        """Returns the arguments of the model's configuration.
+
+        Attention is eager: transformers has no scaled_dot_product_attention with sinks.
+        """
+        return super().options(dropout=dropout) | {
+            "max_position_embeddings": 131072,  # as its rotary embeddings are scaled for
+            "attn_implementation": "eager",
+            "layer_types": alternating_layers(self.num_hidden_layers),
+        }
+
+
+@dataclass(frozen=True)
+class DeepseekV3Shape(ExpertsShape):
+    """Sizes of a ``DeepseekV3ForCausalLM``; the first layers have no experts."""
+
+    family: ClassVar[str] = "deepseek_v3"
+    config_class: ClassVar[str] = "DeepseekV3Config"
+    model_class: ClassVar[str] = "DeepseekV3ForCausalLM"
+    tensor_parallel_sizes = (
+        "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size",
+    )  # fmt: skip
+
+    moe_intermediate_size: int = 96
+    first_k_dense_replace: int = 1
+    n_group: int = 2
+    topk_group: int = 1
+    q_lora_rank: int = 32
+    kv_lora_rank: int = 16
+    qk_nope_head_dim: int = 16
+    qk_rope_head_dim: int = 8
+    v_head_dim: int = 16
+
+
+def alternating_layers(number: int) -> list[str]:
+    """Returns the kinds of attention of layers, the first of which has a sliding window."""
+    kinds = ("sliding_attention", "full_attention")
+    return [kinds[layer % 2] for layer in range(number)]
 
 
 # 0.1 M parameters, for tests.
-_LLAMA_TINY = LlamaShape(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-)
+_TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+_TINY_EXPERTS = _TINY | {"intermediate_size": 96}
+_LLAMA_TINY = LlamaShape(**_TINY)
 DECODERS: dict[str, DecoderShape] = {
     # 9.9 M parameters: a step of 8 x 64 tokens takes about half a second on one CPU core.
     "llama-10m": LlamaShape(
@@ -115,12 +228,11 @@ DECODERS: dict[str, DecoderShape] = {
         num_attention_heads=8,
         num_key_value_heads=4,
     ),
-    # 0.2 M parameters, for tests.
-    "mixtral-tiny": MixtralShape(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    ),
+    # 0.2 M parameters, for tests, as are those that follow.
+    "mixtral-tiny": MixtralShape(**_TINY_EXPERTS),
+    "qwen3-tiny": Qwen3Shape(**_TINY),
+    "gemma3-tiny": Gemma3Shape(**_TINY, tie_word_embeddings=True),
+    "qwen3-moe-tiny": Qwen3MoeShape(**_TINY_EXPERTS),
+    "gpt-oss-tiny": GptOssShape(**_TINY_EXPERTS),
+    "deepseek-v3-tiny": DeepseekV3Shape(**_TINY),
 }

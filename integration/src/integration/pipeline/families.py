@@ -7,6 +7,7 @@ forward (`DecoderFamily`); where they pass on a second one, the stage runs its l
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -70,7 +71,7 @@ class ModelFamily(ABC):
 
 
 class DecoderFamily(ModelFamily):
-    """Hugging Face's decoders: LLaMA, Mixtral and similar ones."""
+    """Hugging Face's decoders, such as LLaMA and Mixtral."""
 
     passed = (PassedTensor("hidden_states", is_sequence=True),)
     sequence_length_matters = True  # positions and masks
@@ -97,6 +98,15 @@ class DecoderFamily(ModelFamily):
     def set_forward(self, part: nn.Module, *, first: bool) -> None:
         """Uses the class's forward, from tokens or hidden states."""
         part.forward = MethodType(_decode_tokens if first else _decode_hidden_states, part)
+        _select_layer_types(part.model)
+
+
+def _select_layer_types(model: Any) -> None:
+    """Selects the kinds of attention of a stage's layers, which its forward counts from 0."""
+    kinds = getattr(model.config, "layer_types", None)
+    if kinds is not None:
+        model.config = copy(model.config)
+        model.config.layer_types = [kinds[int(name)] for name, _ in model.layers.named_children()]
 
 
 # Arguments are named as in the classes' forwards, as plans refer to them, and bound as methods, so

@@ -33,8 +33,8 @@ LIMITS = (
     "and host time. Compute has one efficiency for all shapes; all collectives use rings, at full "
     "bandwidth for every size; forward and backward of a layer hide their collectives together. "
     "FLOPs, including those of attention, and TP traffic are proportional to the tokens. Experts "
-    "get equal numbers of tokens. The zoo has plans for LLaMA and Mixtral only; GPT-OSS and "
-    "DeepSeek-V3 are simulated with fully_shard."
+    "get equal numbers of tokens. Plans of the zoo are simulated for LLaMA and Mixtral only; "
+    "GPT-OSS and DeepSeek-V3 are simulated with fully_shard."
 )
 
 

@@ -12,13 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from integration.errors import UsageError
-from integration.models import DecoderShape, ModelShape
+from integration.models import DecoderShape, ExpertsShape, ModelShape
 from integration.systems.base import AUTOCAST_DTYPES, System, require_vocabulary
 from integration.systems.degrees import Degrees
 from integration.systems.divisors import alternatives, divisors, require_divisors
 
 # Families of models that the zoo has plans of.
-ZOO = ("llama", "mixtral", "dit")
+ZOO = ("llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "dit")
+# Those whose attention a plan shards along the sequence.
+_CONTEXT_PARALLEL = ("llama", "qwen3")
 
 
 class PlanSystem(System):
@@ -62,15 +64,15 @@ class PlanSystem(System):
         _require_zoo(shape)
         require_vocabulary(shape, degrees)
         if degrees.ep > 1:
-            if shape.family != "mixtral":
+            if not isinstance(shape, ExpertsShape):
                 raise UsageError(
                     f"--ep: expected a model with experts, got a {shape.family}; leave it out"
                 )
             require_divisors(shape, ("num_local_experts",), "--ep", degrees.ep, degrees.fitting_ep)
-        if degrees.cp > 1 and shape.family != "llama":
+        if degrees.cp > 1 and shape.family not in _CONTEXT_PARALLEL:
             raise UsageError(
-                f"--cp: expected a llama, whose attention it supports, got a {shape.family};"
-                " leave it out"
+                f"--cp: expected a {' or '.join(_CONTEXT_PARALLEL)}, whose attention it supports,"
+                f" got a {shape.family}; leave it out"
             )
         # In static mode ranks may have different numbers of heads, but in phases of one dim.
         if not degrees.static or degrees.zero3:

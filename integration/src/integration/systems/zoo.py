@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from fsdp import Rows
-from integration.models import ModelShape
+from integration.models import DeepseekV3Shape, ModelShape
 from integration.systems.base import LayerPolicies
 from integration.systems.degrees import Degrees
 from integration.systems.fsdp import BLOCK_ROWS
@@ -49,8 +49,10 @@ def plan_of(
         options |= {"cp": "cp", "cp_method": degrees.cp_method}
     if degrees.ep > 1:
         options["ep"] = "ep" if degrees.sends_tokens else "tp"
+    if isinstance(shape, DeepseekV3Shape):
+        options["dense"] = shape.first_k_dense_replace
     make = getattr(zoo, shape.family)
-    # Only Mixtral takes several data parallel axes, one of which shards experts.
+    # Several data parallel axes are of models with experts, which one of them shards.
     plan: Plan = make(mesh, dp=data if len(data) > 1 else next(iter(data), None), **options)
     if shape.family == "dit":
         plan = with_noise_loss(plan, *data)

@@ -46,8 +46,9 @@ class TrainConfig:
     """System: single, ddp, fsdp1, fsdp2, fsdp, deepspeed, dtensor-tp; or, with the degrees below,
     plan or torchtitan-style."""
     model: str = "llama-10m"
-    """Model: llama-10m, llama-3m, llama-tiny, llama-tied-tiny, mixtral-10m, mixtral-tiny, dit-3m,
-    dit-small or dit-tiny; the path of a Hugging Face config.json of a LLaMA or Mixtral; or
+    """Model: llama-10m, llama-3m, llama-tiny, llama-tied-tiny, mixtral-10m, mixtral-tiny,
+    qwen3-tiny, gemma3-tiny, qwen3-moe-tiny, gpt-oss-tiny, deepseek-v3-tiny, dit-3m, dit-small or
+    dit-tiny; the path of a Hugging Face config.json of a LLaMA or Mixtral; or
     package.module:function, which returns an integration.models.ModelShape."""
     plan: str | None = None
     """plan: package.module:function, which is called with the mesh, the model's shape and the
@@ -58,10 +59,11 @@ class TrainConfig:
     """plan: data parallel degree with sharded parameters (FSDP); HSDP with --dp-replicate; -1: the
     ranks that the other degrees leave."""
     ep: Positive = 1
-    """plan: expert parallel degree of Mixtral: a divisor of --dp-shard, or equal to --tp."""
+    """plan: expert parallel degree of models with experts: a divisor of --dp-shard, or equal to
+    --tp."""
     cp: Positive = 1
-    """plan: context parallel degree of LLaMA; --dp-shard of at least 2 shards parameters over its
-    ranks, too."""
+    """plan: context parallel degree of LLaMA and Qwen3; --dp-shard of at least 2 shards parameters
+    over its ranks, too."""
     cp_method: Literal["ring", "all-gather", "ulysses"] = "ring"
     """plan: context parallel attention."""
     tp: Positive = 1

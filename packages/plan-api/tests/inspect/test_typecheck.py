@@ -52,6 +52,8 @@ ZOO = {
         partial(models.llama, attn_implementation="sdpa", attention_dropout=0.1),
         partial(zoo.llama, dp="dp"), True,
     ),
+    "qwen3": (partial(models.qwen3, **HEADS), partial(zoo.qwen3, dp="dp"), True),
+    "gemma3": (partial(models.gemma3, **HEADS), partial(zoo.gemma3, dp="dp"), True),
     "gpt2": (models.gpt2, partial(zoo.gpt2, dp="dp"), True),
     "gpt2, sequence parallel": (models.gpt2, partial(zoo.gpt2, dp="dp", sp=True), True),
     "gpt2, loss parallel": (models.gpt2, partial(zoo.gpt2, dp="dp", loss_parallel=True), True),
@@ -59,6 +61,15 @@ ZOO = {
     "mixtral, sequence parallel": (mixtral, partial(zoo.mixtral, dp="dp", sp=True), False),
     "mixtral, loss parallel": (mixtral, partial(zoo.mixtral, dp="dp", loss_parallel=True), False),
     "mixtral, experts along tp": (mixtral, partial(zoo.mixtral, dp="dp", ep="tp"), False),
+    "qwen3_moe": (partial(models.qwen3_moe, **HEADS), partial(zoo.qwen3_moe, dp="dp"), False),
+    "gpt_oss": (partial(models.gpt_oss, **HEADS), partial(zoo.gpt_oss, dp="dp"), False),
+    "gpt_oss, experts along tp": (
+        partial(models.gpt_oss, **HEADS), partial(zoo.gpt_oss, dp="dp", ep="tp"), False,
+    ),
+    "deepseek_v3": (
+        partial(models.deepseek_v3, attention_dropout=0.1),
+        partial(zoo.deepseek_v3, dp="dp", dense=1), False,
+    ),
     "vit": (models.vit, partial(zoo.vit, dp="dp"), True),
     "vit, sequence parallel": (
         partial(models.vit, image_size=12), partial(zoo.vit, dp="dp", sp=True), True,

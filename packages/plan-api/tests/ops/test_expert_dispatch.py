@@ -260,7 +260,7 @@ def test_mixtral_sends_the_tokens_that_its_routers_chose(mode):
         elsewhere = [
             sum(any(one not in own for one in row) for row in index.tolist()) for index in locals_
         ]
-        text = {(one.axis, one.cause, "mixtral.py" in one.line) for one in sent[0]}
+        text = {(one.axis, one.cause, "experts.py" in one.line) for one in sent[0]}
         sites = Counter((one.site, one.phase.value) for one in sent[0])
         grads = [param.grad.full_tensor() for param in model.parameters()]
         return sites, text, elsewhere, grads

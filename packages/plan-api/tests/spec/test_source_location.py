@@ -46,8 +46,8 @@ def test_an_entry_of_the_zoo_has_both_lines(mesh):
     assert of["lm_head.<in>"].split(" > ")[1].startswith("zoo/llama.py:")
     assert "lm_head.<in>" in source(of["lm_head.<in>"])
     assert "join(moved)}).<out>" in source(of[rf"{layer}\.(self_attn|mlp).<out>"])
-    assert of[r".*\.mlp\.experts"].split(" > ")[1].startswith("zoo/mixtral.py:")
-    assert "plan.local(_EXPERTS" in source(of[r".*\.mlp\.experts"])
+    assert of[r".*\.mlp\.experts"].split(" > ")[1].startswith("zoo/experts.py:")
+    assert "plan.local(experts" in source(of[r".*\.mlp\.experts"])
 
 
 def test_an_entry_of_a_tp_plan_has_both_lines(mesh):

@@ -39,6 +39,34 @@ def test_a_llama_trains_as_on_one_device():
             assert never == []
 
 
+@pytest.mark.ranks
+@pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_a_mixture_of_experts_trains_as_on_one_device(name):
+    """Each rank has a part of every expert; gradients of routers and tokens are summed."""
+    make = getattr(models, name)
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = make()
+        plan = Plan.from_tp_plan(model, mesh)
+        parallelize(model, plan.shard("<out:loss>", Replicate()))
+        experts = model.model.layers[0].mlp.experts
+        sizes = [one.to_local().numel() / one.numel() for one in experts.parameters()]
+        losses = models.train(model, steps=5)
+        models.token_loss(model).backward()
+        return losses, sizes, [one.grad.full_tensor().norm().item() for one in model.parameters()]
+
+    alone = make()
+    losses = models.train(alone, steps=5)
+    models.token_loss(alone).backward()
+    norms = [one.grad.norm().item() for one in alone.parameters()]
+    for actual, sizes, found in run_ranks(check, 2, timeout=240):
+        assert actual == pytest.approx(losses, abs=6e-5, rel=0)
+        assert sizes == [0.5, 0.5]
+        assert found == pytest.approx(norms, abs=1e-6, rel=1e-4)
+
+
 def test_styles_become_placements(mesh):
     model = models.llama(attention_bias=True)
     model._tp_plan = {
@@ -76,7 +104,10 @@ def test_styles_become_placements(mesh):
 
 @pytest.mark.parametrize(
     ("rule", "style"),
-    [("model.layers.*.mlp", "moe_tp_experts"), ("model.layers.*.mlp.up_proj.weight", "colwise")],
+    [
+        ("model.layers.*.mlp", "moe_identity_expert"),
+        ("model.layers.*.mlp.up_proj.weight", "colwise"),
+    ],
 )
 def test_an_unknown_style_is_named_with_its_module(mesh, rule, style):
     model = models.llama()

@@ -421,6 +421,17 @@ def _finds_rows_of_one_rank(model):
     return model(ids, rows).sum(1).tolist() == [3.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("padding", "gradients"), [(None, [1, 1]), (0, [0, 1]), (1, [1, 0]), (2, [1, 1]), (-4, [0, 1])]
+)
+def test_the_padding_row_of_a_sharded_table_is_one_ranks(mesh, padding, gradients):
+    """Rows have global numbers; of four this rank has the first two."""
+    model, _ = _lookups(mesh, lambda ids, rows: F.embedding(ids, rows, padding))
+    rows = torch.ones(2, 3, requires_grad=True)
+    model(torch.tensor([0, 1, 2, 3]), rows).sum().backward()
+    assert rows.grad[:, 0].tolist() == gradients
+
+
 def test_functions_are_intercepted_without_a_mode_once_a_call_has_shown_their_names(mesh):
     """One that the module calls by another name needs the mode, in each call."""
     native = [*with_wrapped(F.embedding)][-1]

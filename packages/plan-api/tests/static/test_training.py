@@ -20,6 +20,7 @@ pytestmark = [
 # With a single key-value head on a rank, views of local tensors have other strides than those of
 # DTensors, and matrix products round otherwise.
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout": 0.1}
+LATENT_HEADS = HEADS | {"num_key_value_heads": 8}
 
 
 CASES = {
@@ -28,6 +29,12 @@ CASES = {
     ),
     "llama, loss parallel": Training(
         partial(models.llama, **HEADS), partial(zoo.llama, dp="dp", loss_parallel=True)
+    ),
+    "qwen3": Training(partial(models.qwen3, **HEADS), partial(zoo.qwen3, dp="dp")),
+    "gemma3": Training(partial(models.gemma3, **HEADS), partial(zoo.gemma3, dp="dp")),
+    # The row of the padding token, which has no gradient, is one rank's.
+    "gemma3, loss parallel": Training(
+        partial(models.gemma3, **HEADS), partial(zoo.gemma3, dp="dp", loss_parallel=True)
     ),
     "gpt2": Training(models.gpt2, partial(zoo.gpt2, dp="dp")),
     "mixtral": Training(partial(models.mixtral, **HEADS), partial(zoo.mixtral, dp="dp")),
@@ -40,10 +47,28 @@ CASES = {
         sp=(False,),
         axes=("dp", "ep"),
     ),
+    "qwen3_moe": Training(partial(models.qwen3_moe, **HEADS), partial(zoo.qwen3_moe, dp="dp")),
+    "qwen3_moe, experts divided along tp": Training(
+        partial(models.qwen3_moe, **HEADS), partial(zoo.qwen3_moe, dp="dp", ep="tp")
+    ),
+    "gpt_oss": Training(partial(models.gpt_oss, **HEADS), partial(zoo.gpt_oss, dp="dp")),
+    "gpt_oss, experts divided along tp": Training(
+        partial(models.gpt_oss, **HEADS), partial(zoo.gpt_oss, dp="dp", ep="tp")
+    ),
+    "deepseek_v3": Training(
+        partial(models.deepseek_v3, **LATENT_HEADS), partial(zoo.deepseek_v3, dp="dp", dense=1)
+    ),
+    "deepseek_v3, experts divided along tp": Training(
+        partial(models.deepseek_v3, **LATENT_HEADS),
+        partial(zoo.deepseek_v3, dp="dp", ep="tp", dense=1),
+    ),
     # Its 17 patches are sharded unevenly.
     "vit": Training(models.vit, partial(zoo.vit, dp="dp"), models.image_loss),
 }
-FAST = ("llama, loss parallel", "gpt2", "mixtral, experts divided along tp", "vit")
+FAST = (
+    "llama, loss parallel", "gemma3, loss parallel", "gpt2", "mixtral, experts divided along tp",
+    "gpt_oss", "deepseek_v3, experts divided along tp", "vit",
+)  # fmt: skip
 SLOW = tuple(name for name in CASES if name not in FAST)
 # GPT-2 differs in the last bits where a rank has one sequence, as with one key-value head.
 EIGHT = ("llama", "llama, loss parallel", "mixtral, experts divided along tp")

@@ -1,4 +1,4 @@
-"""Small single-device models: a pair of Linears, LLaMA, Mixtral, GPT-2, ViT.
+"""Small single-device models: a pair of Linears, and models of transformers.
 
 transformers is imported where it is used: testkit does not depend on it.
 """
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 __all__ = [
-    "VOCABULARY", "TwoLinears", "gpt2", "llama", "mixtral", "nowhere_zero", "reinitialize",
-    "vit",
+    "VOCABULARY", "TwoLinears", "deepseek_v3", "gemma3", "gpt2", "gpt_oss", "llama", "mixtral",
+    "nowhere_zero", "qwen3", "qwen3_moe", "reinitialize", "vit",
 ]  # fmt: skip
 
 VOCABULARY = 64
@@ -32,6 +32,14 @@ class TwoLinears(nn.Module):
         return y.square().mean()
 
 
+_DECODER: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
+    "use_cache": False, "attn_implementation": "eager",
+}  # fmt: skip
+_WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+
+
 def llama(**changes: Any) -> nn.Module:
     """LLaMA of transformers: 2 layers of 32 features, 4 heads, 2 key-value heads.
 
@@ -40,13 +48,37 @@ def llama(**changes: Any) -> nn.Module:
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    options: dict[str, Any] = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
-        "use_cache": False, "attn_implementation": "eager",
-    }  # fmt: skip
     torch.manual_seed(0)
-    model: nn.Module = LlamaForCausalLM(LlamaConfig(**options | changes))
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**_DECODER | changes))
+    return model.train()
+
+
+def qwen3(**changes: Any) -> nn.Module:
+    """Qwen3 of transformers: sizes as `llama`, heads of 8 features that are normalized.
+
+    Args:
+        changes: to its config.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model: nn.Module = Qwen3ForCausalLM(Qwen3Config(**_DECODER | {"head_dim": 8} | changes))
+    return model.train()
+
+
+def gemma3(**changes: Any) -> nn.Module:
+    """The text model of Gemma 3 of transformers: sizes as `qwen3`, a layer with a window of 4.
+
+    Embeddings are tied and scaled.
+
+    Args:
+        changes: to its config.
+    """
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    options = _DECODER | {"head_dim": 8, "query_pre_attn_scalar": 8} | _WINDOW
+    torch.manual_seed(0)
+    model: nn.Module = Gemma3ForCausalLM(Gemma3TextConfig(**options | changes))
     return model.train()
 
 
@@ -58,14 +90,66 @@ def mixtral(**changes: Any) -> nn.Module:
     """
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    options: dict[str, Any] = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
-        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None,
-        "use_cache": False, "attn_implementation": "eager",
-    }  # fmt: skip
+    experts = {"intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2}
+    options = _DECODER | experts | {"sliding_window": None}
     torch.manual_seed(0)
     model: nn.Module = MixtralForCausalLM(MixtralConfig(**options | changes))
+    return model.train()
+
+
+def qwen3_moe(**changes: Any) -> nn.Module:
+    """Qwen3's mixture of experts of transformers: experts as `mixtral`, heads as `qwen3`.
+
+    Args:
+        changes: to its config.
+    """
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+    options = _DECODER | experts | {"head_dim": 8, "norm_topk_prob": True}
+    torch.manual_seed(0)
+    model: nn.Module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**options | changes))
+    return model.train()
+
+
+def gpt_oss(**changes: Any) -> nn.Module:
+    """GPT-OSS of transformers: experts as `mixtral`, a layer with a window of 4 tokens.
+
+    Args:
+        changes: to its config.
+    """
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    experts = {"intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2}
+    options = _DECODER | experts | {"head_dim": 8} | _WINDOW
+    torch.manual_seed(0)
+    model: nn.Module = GptOssForCausalLM(GptOssConfig(**options | changes))
+    return model.train()
+
+
+def deepseek_v3(**changes: Any) -> nn.Module:
+    """DeepSeek-V3 of transformers: a layer with an MLP and one with experts; 4 heads.
+
+    Latents of queries have 16 features, of keys and values 8; heads 8 features without positions
+    and 4 with them. 2 of 4 experts of 48 features, of 2 groups, beside a shared expert.
+
+    Args:
+        changes: to its config.
+    """
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    attention = {
+        "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 8, "num_key_value_heads": 4,
+    }  # fmt: skip
+    experts = {
+        "first_k_dense_replace": 1, "moe_intermediate_size": 48, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model: nn.Module = DeepseekV3ForCausalLM(
+        DeepseekV3Config(**_DECODER | attention | experts | changes)
+    )
     return model.train()
 
 

@@ -16,7 +16,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.lowering.expert_indices import (
@@ -366,10 +366,13 @@ def _check_local_regions(ops: Sequence[Op]) -> None:
         above = {".".join(parts[:count]) for count in range(len(parts))} - {op.path}
         inside = above & regions or ({op.path} & regions if op.hook_point.is_phase else set())
         allowed = op.kind in (OpKind.ANNOTATE, OpKind.INDEX, OpKind.DISPATCH)
+        # A parameter of which each rank takes a part, such as a bias of Partial outputs.
+        allowed |= op.hook_point is HookPoint.RUN and (op.src, op.dst) == (Replicate(), Partial())
         if inside and op.hook_point is not HookPoint.INIT and not allowed:
             raise ValueError(
                 f"{op} is inside of {min(inside)!r}, which runs on local tensors (local()): "
-                f"parameters there have phase INIT, and nothing is redistributed"
+                f"parameters there have phase INIT, and nothing is redistributed, but parameters "
+                f"from Replicate() to Partial()"
             )
 
 

@@ -21,14 +21,15 @@ from torch.utils.hooks import RemovableHandle
 from plan_api.runtime.hooks import register_always_called
 from plan_api.spec.axes import axis_names
 
-__all__ = ["CreateTensor", "install_creation", "install_factory"]
+__all__ = ["LIKE_TENSORS", "CreateTensor", "install_creation", "install_factory"]
 
 # Calls a function that creates a tensor, with its arguments, and returns the placed tensor.
 CreateTensor: TypeAlias = Callable[
     [Callable[..., Any], Sequence[Any], Mapping[str, Any]], torch.Tensor
 ]
 
-# Functions that create a tensor from numbers. A tensor created like a DTensor is one.
+# Functions that create a tensor from numbers. A tensor created like a DTensor is one; of other
+# sizes than that, torch replicates it.
 _FACTORIES = frozenset(
     getattr(torch, name)
     for name in (
@@ -37,6 +38,10 @@ _FACTORIES = frozenset(
         "triu_indices", "zeros",
     )
 )  # fmt: skip
+LIKE_TENSORS = frozenset(
+    getattr(torch.Tensor, name) for name in ("new_empty", "new_full", "new_ones", "new_zeros")
+)
+_PLACED = _FACTORIES | LIKE_TENSORS
 
 # Whether the entry of an inner module places the tensor that is being created.
 _is_decided: ContextVar[bool] = ContextVar("_is_decided", default=False)
@@ -61,10 +66,19 @@ def install_factory(
         function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> torch.Tensor:
         created: torch.Tensor = function(*args, **kwargs)
-        if type(created) is not torch.Tensor or created.device.type != mesh.device_type:
+        if isinstance(created, DTensor):
+            replicated = created
+        elif (
+            type(created) is not torch.Tensor
+            or created.device.type != mesh.device_type
+            or function in LIKE_TENSORS  # of a plain tensor, which the plan does not place
+        ):
             return created
-        # Created whole, so that random numbers are those of one device; each rank takes its shard.
-        replicated = DTensor.from_local(created, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        else:
+            # Created whole, so that random numbers are those of one device; each rank takes its
+            # shard.
+            whole = [Replicate()] * mesh.ndim
+            replicated = DTensor.from_local(created, mesh, whole, run_check=False)
         target = [
             p if getattr(p, "dim", 0) < created.ndim or p == Replicate() else Replicate()
             for p in placed
@@ -112,7 +126,7 @@ class _FactoryMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func not in _FACTORIES or _is_decided.get():
+        if func not in _PLACED or _is_decided.get():
             return func(*args, **(kwargs or {}))
         # The modes of outer modules are called by this call: they leave the tensor as it is.
         token = _is_decided.set(True)

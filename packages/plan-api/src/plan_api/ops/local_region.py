@@ -9,7 +9,9 @@ for the input, and by `Plan.annotate` for the gradient of a parameter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -87,6 +89,28 @@ def _install_local(
     ]
 
 
+@dataclass(frozen=True)
+class _RegionParam:
+    """A parameter or buffer of a module that runs on local tensors.
+
+    Attributes:
+        owner: the module that has it.
+        name: its name there.
+        gradient: the placements of its gradient that the plan gives, by axis.
+        shared_along: the axes whose ranks each take a part of it, for Partial outputs.
+    """
+
+    owner: nn.Module
+    name: str
+    gradient: _ByAxis
+    shared_along: set[int]
+
+    def find(self) -> torch.Tensor | None:
+        """Returns what the module has now."""
+        of = self.owner._parameters if self.name in self.owner._parameters else self.owner._buffers
+        return of[self.name]
+
+
 class _LocalRegion:
     """A module that runs on local tensors, with all modules inside it.
 
@@ -115,11 +139,16 @@ class _LocalRegion:
             axis for index in indices if not index.dispatch for axis in index.axes
         }
         self._dispatched_axes = {axis for index in indices if index.dispatch for axis in index.axes}
-        of_params = gradient_placements(sites)
-        self._owners = [
-            (owner, name, _by_number(of_params.get(_joined(path, inner, name), {}), axes))
+        of_params, shared = gradient_placements(sites), _shared_params(sites)
+        self._params = [
+            _RegionParam(
+                owner,
+                name,
+                _by_number(of_params.get(_joined(path, inner, name), {}), axes),
+                {axes.index(one) for one in shared.get(_joined(path, inner, name), ())},
+            )
             for inner, owner in module.named_modules()
-            for name in (*owner._parameters,)
+            for name in (*owner._parameters, *owner._buffers)
         ]
         positional = positional_names(module)
         self._input_gradients = [
@@ -136,13 +165,14 @@ class _LocalRegion:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._inputs = []
         map_tensors((args, kwargs), self._remember)
-        params: list[Any] = [owner._parameters[name] for owner, name, _ in self._owners]
+        params: list[Any] = [one.find() for one in self._params]
         sharded_by_params = self._sharded_axes([one for one in params if isinstance(one, DTensor)])
         sharded_by_inputs = self._sharded_axes(self._inputs)
-        for (owner, name, gradient), param in zip(self._owners, params, strict=True):
+        for one, param in zip(self._params, params, strict=True):
             if isinstance(param, DTensor):
                 # Attribute lookup finds this first; optimizers and checkpoints see the DTensor.
-                owner.__dict__[name] = _local(param, sharded_by_inputs, gradient)
+                own = _local(param, sharded_by_inputs - one.shared_along, one.gradient)
+                one.owner.__dict__[one.name] = self._share(own, one.shared_along)
 
         def to_local(
             tensor: torch.Tensor, gradient: _ByAxis = MappingProxyType({})
@@ -160,12 +190,17 @@ class _LocalRegion:
         return local
 
     def leave(self, module: nn.Module, _: Any, output: Any) -> Any:
-        for owner, name, _ in self._owners:
-            owner.__dict__.pop(name, None)
+        for one in self._params:
+            one.owner.__dict__.pop(one.name, None)
         inputs, self._inputs = self._inputs, []
         if output is None:  # the module has raised, or returns nothing
             return None
         return map_tensors(output, lambda tensor: self._placed(tensor, inputs))
+
+    def _share(self, param: torch.Tensor, axes: Iterable[int]) -> torch.Tensor:
+        ranks = math.prod(self._mesh.size(axis) for axis in axes)
+        shared: torch.Tensor = param if ranks == 1 else _Share.apply(param, ranks)  # type: ignore[no-untyped-call]
+        return shared
 
     def _remember(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
@@ -212,6 +247,31 @@ class _LocalRegion:
         return DTensor.from_local(
             tensor, self._mesh, placements, run_check=False, shape=shape, stride=stride
         )
+
+
+def _shared_params(sites: Iterable[Site]) -> dict[str, set[str]]:
+    """Returns the axes along which modules take a part of a parameter, such as a bias."""
+    found: dict[str, set[str]] = {}
+    for site in sites:
+        for step in site.steps:
+            if site.hook_point is HookPoint.RUN and step.kind is OpKind.REDIST:
+                found.setdefault(_joined(site.path, step.tensor), set()).update(step.moves)
+    return found
+
+
+class _Share(torch.autograd.Function):
+    """Divides a replicated tensor by the number of ranks that sum it, which all have its gradient.
+
+    DTensor has this redistribution, to Partial, for its own operators only.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: int) -> torch.Tensor:
+        return tensor / ranks
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:
+        return grads[0], None
 
 
 def _local(tensor: DTensor, sharded_axes: set[int], gradient: _ByAxis) -> torch.Tensor:

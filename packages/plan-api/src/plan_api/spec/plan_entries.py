@@ -18,7 +18,7 @@ from plan_api.spec.entry import EntryKind, Phase
 from plan_api.spec.path import PathKind, parse_path
 from plan_api.spec.policy_entries import PolicyEntries
 
-__all__ = ["ContextMethod", "PlanEntries", "SequenceOrder"]
+__all__ = ["ContextMethod", "PlanEntries", "SequenceOrder", "Unit"]
 
 ContextMethod: TypeAlias = Literal["ring", "ulysses", "all-gather"]
 SequenceOrder: TypeAlias = Literal["zigzag", "contiguous"]
@@ -156,6 +156,9 @@ class PlanEntries(PolicyEntries):
         self, path: str, placements: Placements, mesh: Axes = None, *, sizes: str = "global"
     ) -> Self:
         """Places the tensors that modules create while they run, by `torch.zeros` and the like.
+
+        In Eager also those created by `new_zeros` and the like of a DTensor, which torch replicates
+        where they have other sizes than it.
 
         Where modules with an entry are nested, the entry of the innermost applies. Static mode has
         no DTensors, and takes this rank's shard of what the code creates.

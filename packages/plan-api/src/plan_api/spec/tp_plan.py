@@ -10,11 +10,11 @@ from __future__ import annotations
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.spec.placements import interleaved_shard
@@ -44,6 +44,14 @@ _STYLES: dict[str, _Style] = {
     # A replicated DTensor is this by itself, and its gradient.
     "replicate": dict,
     "replicated_with_grad_allreduce": dict,
+}
+# Of experts, whose fused projections are parameters of (experts, out, in) in a module without
+# Linears: by the style that a rule for a parameter has.
+_EXPERTS = "moe_tp_experts"
+_EXPERT_PARAMS: dict[str, Callable[[], Placement]] = {
+    "packed_colwise": lambda: interleaved_shard(1, 2, "tp_plan"),
+    "colwise": lambda: Shard(1),
+    "rowwise": lambda: Shard(2),
 }
 # Projections of attention to heads and from them, with the dim of the weight that heads are in.
 _HEADS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
@@ -77,6 +85,13 @@ def add_tp_plan(plan: PlanEntries, model: nn.Module, tp: str) -> None:
     for rule, style in rules.items():
         pattern = re.escape(rule).replace(r"\*", r"\d+")
         matched = {name: module for name, module in modules.items() if re.fullmatch(pattern, name)}
+        if matched and style == _EXPERTS:
+            _add_experts(plan, pattern, [*matched.values()], tp)
+            continue
+        if style in _EXPERT_PARAMS and rules.get(rule.rpartition(".")[0]) == _EXPERTS:
+            if any(re.fullmatch(pattern, name) for name, _ in model.named_parameters()):
+                plan.shard(pattern, _EXPERT_PARAMS[style](), tp)
+            continue
         if style not in _STYLES or not matched:
             _refuse(rule, style, model, pattern)
             continue  # the rule is for a part that this model does not have
@@ -88,6 +103,18 @@ def add_tp_plan(plan: PlanEntries, model: nn.Module, tp: str) -> None:
             elif any(getattr(module, tensor, None) is not None for module in matched.values()):
                 of_heads = unit if type(placement) is Shard else None
                 plan.shard(rf"{pattern}\.{tensor}", placement, tp, unit=of_heads)
+
+
+def _add_experts(plan: PlanEntries, pattern: str, experts: Sequence[nn.Module], tp: str) -> None:
+    """Runs experts on local tensors: each rank has a part of every expert, and sums outputs."""
+    whole, part = Replicate(), Partial()
+    weights = {[*inspect.signature(module.forward).parameters][2] for module in experts}
+    for argument in ("0", *weights):  # tokens, and the weights of their choices
+        plan.redistribute(
+            f"{pattern}.<in:{argument}>", whole, whole, tp, grad_src=part, grad_dst=whole
+        )
+    plan.local(pattern, part, tp)
+    plan.redistribute(f"{pattern}.<out>", part, whole, tp)
 
 
 def _unit_of_heads(name: str, modules: Mapping[str, nn.Module]) -> str | tuple[str, ...] | None:
@@ -110,10 +137,10 @@ def _refuse(rule: str, style: str, model: nn.Module, pattern: str) -> None:
     named = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     found = [name for name in named if re.fullmatch(pattern, name)]
     if found:
+        known = ", ".join((*_STYLES, _EXPERTS))
         raise ValueError(
-            f"from_tp_plan: expected a style among {', '.join(_STYLES)} for a module, got "
-            f"{style!r} for {rule!r} ({found[0]}) of {type(model).__name__}; write a plan for this "
-            f"model"
+            f"from_tp_plan: expected a style among {known} for a module, got {style!r} for "
+            f"{rule!r} ({found[0]}) of {type(model).__name__}; write a plan for this model"
         )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TypeAlias
+
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.plan import Plan
-from plan_api.spec.plan_entries import ContextMethod, SequenceOrder
+from plan_api.spec.plan_entries import ContextMethod, SequenceOrder, Unit
 from plan_api.zoo.requirements import (
     Axes,
     ContextParallel,
@@ -17,7 +21,21 @@ from plan_api.zoo.requirements import (
     shard_sequence,
 )
 
-__all__ = ["decoder", "llama"]
+__all__ = ["GROUPS", "LINEARS", "Linears", "decoder", "llama", "sum_head_norms"]
+
+#: By the names of projections: the placement of their weights, and the unit of a sharded dim.
+Linears: TypeAlias = Mapping[str, tuple[Shard, Unit | None]]
+#: The unit of queries, which are sharded with the keys and values of their group.
+GROUPS = ("num_key_value_groups", "head_dim")
+LINEARS: Linears = MappingProxyType(
+    {
+        "q|k|v|gate|up": (Shard(0), None),
+        "o|down": (Shard(1), None),
+        "q": (Shard(0), GROUPS),
+        "k|v": (Shard(0), "head_dim"),
+        "o": (Shard(1), GROUPS),
+    }
+)
 
 
 def llama(
@@ -63,6 +81,8 @@ def decoder(
     loss_parallel: bool,
     mlp_grad: Placement | None,
     context: ContextParallel | None = None,
+    *,
+    linears: Linears = LINEARS,
 ) -> Plan:
     """Makes the plan that `llama` and similar decoders have in common.
 
@@ -75,6 +95,7 @@ def decoder(
         mlp_grad: the placement of the gradient of the MLPs' inputs, along ``tp``; None: MLPs take
             hidden states in the placement between them and attention.
         context: how sequences are sharded; None: they are not.
+        linears: how Linears of layers are sharded, as `LINEARS`.
     """
     plan, whole, part, layer = Plan(mesh), Replicate(), Partial(), r"model\.layers\.\d+"
     shard_batch(plan, dp, ("input_ids", "labels"), rf"{layer}\.self_attn.<op:dropout>", cp=context)
@@ -85,20 +106,15 @@ def decoder(
         plan.redistribute(one, [whole] * len(plan.axes), [whole] * len(plan.axes))
     if tp is not None:
         rest = Shard(1) if sp else whole
-        # Queries are sharded with the keys and values of their group.
-        groups = ("num_key_value_groups", "head_dim")
-        plan.shard(rf"{layer}\..*\.(q|k|v|gate|up)_proj\.weight", Shard(0), tp)
-        plan.shard(rf"{layer}\..*\.q_proj\.weight", Shard(0), tp, unit=groups)
-        plan.shard(rf"{layer}\..*\.(k|v)_proj\.weight", Shard(0), tp, unit="head_dim")
-        plan.shard(rf"{layer}\..*\.(o|down)_proj\.weight", Shard(1), tp)
-        plan.shard(rf"{layer}\..*\.o_proj\.weight", Shard(1), tp, unit=groups)
+        for names, (placement, unit) in linears.items():
+            plan.shard(rf"{layer}\..*\.({names})_proj\.weight", placement, tp, unit=unit)
         # Also where forward communicates nothing gradients are Partial: by itself torch shards them
         # on the batch, after which the products of attention are redistributed.
         moved = {"self_attn": part} | ({} if mlp_grad is None else {"mlp": mlp_grad})
         for at, grad in moved.items():
             plan.redistribute(rf"{layer}\.{at}.<in>", rest, whole, tp, grad_src=grad, grad_dst=rest)
         plan.redistribute(rf"{layer}\.({'|'.join(moved)}).<out>", part, rest, tp)
-        plan.annotate(rf"{layer}\.self_attn.<op:dropout>", Shard(1), tp, unit=groups[0])
+        plan.annotate(rf"{layer}\.self_attn.<op:dropout>", Shard(1), tp, unit=GROUPS[0])
         if sp:
             plan.redistribute(r"model\.layers\.0.<in>", whole, rest, tp)
             plan.annotate(r".*norm\.weight\.grad", part, tp)
@@ -108,4 +124,19 @@ def decoder(
             plan.shard(r"lm_head\.weight", Shard(0), tp)
             plan.shard(r"model\.embed_tokens.<out>", whole, tp)  # Partial if it is tied
             shard_classes(plan, tp)
+    return plan
+
+
+def sum_head_norms(plan: Plan, tp: str | None) -> Plan:
+    """Annotates the norms of queries and keys, which each rank of ``tp`` applies to its heads.
+
+    Args:
+        plan: of `decoder`, to which the entry is added.
+        tp: as in `llama`.
+
+    Returns:
+        the plan.
+    """
+    if tp is not None:
+        plan.annotate(r".*\.self_attn\.(q|k)_norm\.weight\.grad", Partial(), tp)
     return plan

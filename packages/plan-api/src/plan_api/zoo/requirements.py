@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.plan import Plan
 from plan_api.spec.axes import axis_names
@@ -42,12 +43,21 @@ class ExpertAxes:
         dispatched: the same axes, if they shard tokens, which are dispatched then; or none.
         summed: axes along which each rank has a part of an expert's output for a token.
         replicated: axes of data parallelism along which experts are replicated.
+        outputs: the placements of the outputs of experts that are not sharded by number, by axis.
+        tp: the axis of tensor parallelism.
     """
 
     sharded: Sequence[str]
     dispatched: Sequence[str]
     summed: Sequence[str]
     replicated: Sequence[str]
+    outputs: Mapping[str, Placement]
+    tp: str | None
+
+    @property
+    def mlp_grad(self) -> Placement | None:
+        """The argument of `decoder`; along a dispatched ``tp`` routers have parts of the tokens."""
+        return None if self.tp in self.dispatched else Replicate()
 
 
 def expert_axes(name: str, tp: str | None, dp: Axes, sp: bool, ep: Axes) -> ExpertAxes:
@@ -78,7 +88,10 @@ def expert_axes(name: str, tp: str | None, dp: Axes, sp: bool, ep: Axes) -> Expe
         if axis is not None and axis not in dispatched
     ]
     replicated = [axis for axis in data if axis not in sharded]
-    return ExpertAxes(sharded, dispatched, summed, replicated)
+    outputs: dict[str, Placement] = dict.fromkeys(summed, Partial())
+    if not summed:
+        outputs = dict.fromkeys(data, Shard(0))
+    return ExpertAxes(sharded, dispatched, summed, replicated, outputs, tp)
 
 
 @dataclass(frozen=True)

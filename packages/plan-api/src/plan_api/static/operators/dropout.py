@@ -40,7 +40,8 @@ def dropout(_: TorchFunction, sizes: TensorSizes) -> TorchFunction:
             return input
         key = (sizes.global_shape(input), input.shape, input.stride())
         if key not in regions:
-            regions[key] = Region.of(sizes.as_dtensor(input.detach(), key[0]))
+            # As torch's mask, which is dense also where the input is a slice of another tensor.
+            regions[key] = Region.of(sizes.as_dtensor(torch.empty_like(input), key[0]))
         result = local_dropout(input, regions[key], p)
         return input.copy_(result) if inplace else result
 

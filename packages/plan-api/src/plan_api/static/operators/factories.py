@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.ir import OpKind, Site, SiteStep
-from plan_api.ops.factories import CreateTensor, install_creation
+from plan_api.ops.factories import LIKE_TENSORS, CreateTensor, install_creation
 from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.local_redistribute import LocalRedistribution, local_redistribution
 from plan_api.runtime.local_shards import ShardSizes
@@ -82,6 +82,9 @@ def _sharded(site: Site, step: SiteStep, mesh: DeviceMesh, sizes: ShardSizes) ->
     def create(
         function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> torch.Tensor:
+        if ranks and function in LIKE_TENSORS:  # of this rank's sizes, without random numbers
+            local: torch.Tensor = function(*args, **kwargs)
+            return local
         # Created whole, so that random numbers are those of one device.
         arguments = _with_global_sizes(function, args, kwargs, ranks) if ranks else (args, kwargs)
         created: torch.Tensor = function(*arguments[0], **arguments[1])

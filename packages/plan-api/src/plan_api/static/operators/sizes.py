@@ -69,14 +69,21 @@ def embedding(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     def sharded_embedding(
         input: torch.Tensor,  # noqa: A002  # torch's name
         weight: torch.Tensor,
+        padding_idx: int | None = None,
         *options: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
         if weight.shape not in shardings:
             shardings[weight.shape] = sharding_of_classes(weight, 0, sizes)
-        local = input - shardings[weight.shape].first
+        sharding = shardings[weight.shape]
+        local = input - sharding.first
         elsewhere = (local < 0) | (local >= weight.shape[0])
-        rows: torch.Tensor = function(local.masked_fill(elsewhere, 0), weight, *options, **kwargs)
+        if padding_idx is not None:  # the row without a gradient, which one rank has
+            padding_idx = padding_idx % sharding.classes - sharding.first
+            padding_idx = padding_idx if 0 <= padding_idx < weight.shape[0] else None
+        rows: torch.Tensor = function(
+            local.masked_fill(elsewhere, 0), weight, padding_idx, *options, **kwargs
+        )
         return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
     return sharded_embedding

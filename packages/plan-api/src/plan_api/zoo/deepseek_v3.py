@@ -1,0 +1,97 @@
+"""DeepSeek-V3 of transformers (`DeepseekV3ForCausalLM`)."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from plan_api.plan import Plan
+from plan_api.zoo.experts import ExpertNames, add_experts
+from plan_api.zoo.llama import Linears, decoder
+from plan_api.zoo.requirements import Axes, check_options, expert_axes, names_of
+
+__all__ = ["deepseek_v3"]
+
+_LINEARS: Linears = {
+    "q|q_b|gate|up": (Shard(0), None),
+    "o|down": (Shard(1), None),
+    "q|q_b": (Shard(0), "qk_head_dim"),
+    "o": (Shard(1), "v_head_dim"),
+}
+_ATTENTION = r"model\.layers\.\d+\.self_attn"
+
+
+def deepseek_v3(
+    mesh: DeviceMesh,
+    tp: str | None = "tp",
+    dp: Axes = None,
+    sp: bool = False,
+    *,
+    ep: Axes = None,
+    dense: int = 3,
+    loss_parallel: bool = False,
+) -> Plan:
+    """Extends LLaMA's plan to latents of attention, and to experts beside a shared expert.
+
+    Latents are computed on every rank of ``tp``, and heads from them on the heads' ranks, which sum
+    the latents' gradients. Routers, whose choice of groups DTensors cannot compute, run on local
+    tensors.
+
+    Args:
+        mesh: as in `llama`.
+        tp: as in `mixtral`.
+        dp: as in `llama`.
+        sp: as in `llama`.
+        ep: as in `mixtral`. Along ``tp`` under ``sp`` each rank has the shared expert, too, and
+            runs it on its tokens.
+        dense: number of the first layers without experts, ``first_k_dense_replace`` of the config.
+        loss_parallel: as in `llama`.
+
+    Raises:
+        ValueError: as `mixtral`.
+        ImportError: as `mixtral`.
+    """
+    check_options("deepseek_v3", tp, sp=sp, loss_parallel=loss_parallel)
+    axes = expert_axes("deepseek_v3", tp, dp, sp, ep)
+    first = "|".join(map(str, range(dense)))
+    layers = rf"model\.layers\.(?!({first})\.)\d+" if dense else r"model\.layers\.\d+"
+    names = ExpertNames(mlp=rf"{layers}\.mlp")
+    plan = decoder(mesh, tp, dp, sp, loss_parallel, None, linears=_LINEARS)
+    if tp is not None:
+        rest = Shard(1) if sp else Replicate()
+        _shard_heads(plan, dp, tp)
+        if dense:
+            _sum_outputs(plan, rf"model\.layers\.({first})\.mlp", tp, rest, Partial())
+        if tp not in axes.dispatched:
+            _sum_outputs(plan, names.mlp, tp, rest, Replicate())
+        _shard_shared(plan, rf"{names.mlp}\.shared_experts", tp, tp in axes.dispatched)
+    if tp not in axes.dispatched:
+        along = names_of(dp) or plan.axes
+        plan.local(rf"{names.mlp}\.gate", [Shard(0) if dp else Replicate()] * len(along), along)
+    return add_experts(plan, axes, names, gated="deepseek_v3", output=names.experts)
+
+
+def _sum_outputs(plan: Plan, path: str, tp: str, rest: Placement, grad: Placement) -> None:
+    """Gathers the inputs of MLPs, and sums their outputs."""
+    plan.redistribute(f"{path}.<in>", rest, Replicate(), tp, grad_src=grad, grad_dst=rest)
+    plan.redistribute(f"{path}.<out>", Partial(), rest, tp)
+
+
+def _shard_heads(plan: Plan, dp: Axes, tp: str) -> None:
+    """Shards heads, whose keys the model writes into a tensor that it creates."""
+    plan.shard(rf"{_ATTENTION}\.kv_b_proj\.weight", Shard(0), tp)
+    latent = r"(q_a_proj|q_a_layernorm|kv_a_proj_with_mqa|kv_a_layernorm)"
+    plan.annotate(rf"{_ATTENTION}\.{latent}\.weight\.grad", Partial(), tp)
+    along = [*names_of(dp), tp]
+    plan.factory(_ATTENTION, [*[Shard(0)] * len(names_of(dp)), Shard(1)], along, sizes="local")
+
+
+def _shard_shared(plan: Plan, path: str, tp: str, dispatched: bool) -> None:
+    """Shards shared experts, or replicates them where each rank runs them on its tokens."""
+    if dispatched:
+        plan.shard(rf"{path}\..*\.weight", Replicate(), tp)
+        plan.annotate(rf"{path}\..*\.weight\.grad", Partial(), tp)
+    else:
+        whole, part = Replicate(), Partial()
+        plan.redistribute(f"{path}.<in>", whole, whole, tp, grad_src=part, grad_dst=whole)

@@ -1,0 +1,41 @@
+"""Qwen3's mixture of experts of transformers (`Qwen3MoeForCausalLM`)."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from plan_api.plan import Plan
+from plan_api.zoo.experts import add_experts
+from plan_api.zoo.llama import decoder, sum_head_norms
+from plan_api.zoo.requirements import Axes, check_options, expert_axes
+
+__all__ = ["qwen3_moe"]
+
+
+def qwen3_moe(
+    mesh: DeviceMesh,
+    tp: str | None = "tp",
+    dp: Axes = None,
+    sp: bool = False,
+    *,
+    ep: Axes = None,
+    loss_parallel: bool = False,
+) -> Plan:
+    """Extends Qwen3's plan to experts, as `mixtral`. All layers have experts.
+
+    Args:
+        mesh: as in `llama`.
+        tp: as in `mixtral`.
+        dp: as in `llama`.
+        sp: as in `llama`.
+        ep: as in `mixtral`.
+        loss_parallel: as in `llama`.
+
+    Raises:
+        ValueError: as `mixtral`.
+        ImportError: as `mixtral`.
+    """
+    check_options("qwen3_moe", tp, sp=sp, loss_parallel=loss_parallel)
+    axes = expert_axes("qwen3_moe", tp, dp, sp, ep)
+    plan = sum_head_norms(decoder(mesh, tp, dp, sp, loss_parallel, axes.mlp_grad), tp)
+    return add_experts(plan, axes, gated="qwen3_moe")
