@@ -74,8 +74,10 @@ class PlanSystem(System):
                 f"--cp: expected a {' or '.join(_CONTEXT_PARALLEL)}, whose attention it supports,"
                 f" got a {shape.family}; leave it out"
             )
-        # In static mode ranks may have different numbers of heads, but in phases of one dim.
-        if not degrees.static or degrees.zero3:
+        # In static mode ranks may have different numbers of heads, but in phases of one dim, and
+        # where one projection makes the keys and values of a head, which have different sizes.
+        has_units = shape.family != "deepseek_v3"
+        if not degrees.static or degrees.zero3 or not has_units:
             fields = shape.tensor_parallel_sizes
             require_divisors(shape, fields, "--tp", degrees.tp, degrees.fitting("tp"))
         if degrees.cp_method == "ulysses" and isinstance(shape, DecoderShape):

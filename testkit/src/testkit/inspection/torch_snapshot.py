@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
 from operator import is_
@@ -120,15 +120,21 @@ def changes_by(*statements: str, timeout: float = 240.0) -> list[list[str]]:
     return changes
 
 
-def importing(package: str) -> str:
-    """Returns code that imports a package and each of its modules except ``__main__``."""
+def importing(package: str, *, without: Sequence[str] = ()) -> str:
+    """Returns code that imports a package and each of its modules except ``__main__``.
+
+    Args:
+        package: its name.
+        without: names of modules that need what is not installed.
+    """
     return f"""
 import importlib, pathlib, {package}
 root = pathlib.Path({package}.__file__).parent
 for path in sorted(root.rglob("*.py")):
     if path.name not in ("__init__.py", "__main__.py"):
         name = ".".join(path.relative_to(root.parent).with_suffix("").parts)
-        importlib.import_module(name)
+        if name not in {list(without)}:
+            importlib.import_module(name)
 """
 
 
