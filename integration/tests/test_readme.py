@@ -1,5 +1,6 @@
 """Commands of the README and of its pages get through the programs' own checks."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -10,6 +11,8 @@ from integration.compare.options import CompareOptions, parse_options
 from integration.compare.setup import prepare as prepare_comparison
 from integration.hugging_face.__main__ import main as export
 from integration.pipeline import bubble
+from integration.recommend import options as recommend_options
+from integration.recommend.options import RecommendOptions
 from integration.report.run import ReportOptions
 from integration.sampling import SampleOptions, Sampling, TextSampling
 from integration.sampling import main as sample
@@ -63,6 +66,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "PATH").mkdir()
     (tmp_path / "PATH" / "text.txt").write_text("All work and no play. " * 5000)
     (tmp_path / "run.toml").write_text('model = "llama-tiny"\nsteps = 2\n')
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "recipe.toml").write_text('model = "llama-tiny"\n')
     (tmp_path / "integration").mkdir()
     (tmp_path / "integration" / "recipes").symlink_to(ROOT / "integration" / "recipes")
     return tmp_path
@@ -83,6 +88,17 @@ def test_a_training_command_is_accepted(line, folder, capsys):
 def test_a_comparison_is_accepted(line, folder):
     comparison = prepare_comparison(parse_options(shlex.split(line)))
     assert comparison.jobs
+
+
+def test_recommendations_are_accepted(folder):
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    (folder / "config.json").write_text(json.dumps(config | sizes | heads))
+    lines = [line for line in commands("python -m integration.recommend") if line]
+    for line in lines:
+        assert recommend_options.prepare(recommend_options.parse_options(shlex.split(line)))
+    assert len(lines) > 2
 
 
 @pytest.mark.parametrize("line", SCALE)
@@ -122,7 +138,7 @@ def test_the_other_programs_take_what_the_pages_give_them(folder, monkeypatch, c
 
 def test_options_that_the_pages_name_exist(folder):
     of = (TrainConfig, ScaleOptions, SoakOptions, SampleOptions, Sampling, TextSampling)
-    of = (*of, ReportOptions)
+    of = (*of, ReportOptions, RecommendOptions)
     known = {field for options in of for field in options.__dataclass_fields__}
     words = [word for word in CompareOptions().command_line() if word.startswith("--")]
     known |= {word[2:].replace(".no-", ".").replace("-", "_") for word in words}
