@@ -2,7 +2,7 @@
 
 The gradient of a matrix of r x c has at most min(r, c) singular values that are not zero, so that
 one of its preconditioners has eigenvectors that only rounding determines, and SOAP's updates depend
-on them: losses differ by up to 6e-4 from the third step on, in float64 as well. In blocks that are
+on them: losses differ by up to 1.1e-3 from the third step on, in float64 as well. In blocks that are
 square (32 x 32) the eigenvectors are determined, and losses in float64 are within 2e-12.
 """
 
@@ -18,7 +18,7 @@ from integration.train.config import TrainConfig
 from testkit import run_ranks
 
 STEPS = 6
-TOLERANCE = 1e-3
+TOLERANCE = {"llama-tiny": 1e-3, "mixtral-tiny": 2e-3}  # with experts choices differ, too
 OF_FLOAT64 = 1e-11
 PRODUCTS = {
     "ddp": {"system": "ddp"},
@@ -50,8 +50,9 @@ def one_device(train_runs, tmp_path_factory):
 def test_losses_are_those_of_one_device(name, train_runs, one_device, tmp_path):
     run = RUN | PRODUCTS[name]
     (losses,) = train_runs(2, [run], out=tmp_path, steps=STEPS)
-    expected = one_device[run.get("model", "llama-tiny")]
-    assert losses == pytest.approx(expected, rel=0, abs=TOLERANCE)
+    model = run.get("model", "llama-tiny")
+    expected = one_device[model]
+    assert losses == pytest.approx(expected, rel=0, abs=TOLERANCE[model])
     assert losses[:2] == pytest.approx(expected[:2], rel=0, abs=1e-5)  # before the first update
 
 
