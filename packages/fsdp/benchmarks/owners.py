@@ -36,7 +36,7 @@ def row(layers, ranks, placement):
             loads.append(
                 MatrixLoad(cost, elements, elements.index(max(elements)) if whole else None)
             )
-    owners = choose_owners(loads, ranks)
+    owners = choose_owners(loads, [0] * ranks)
     busy = [0] * ranks
     for load, owner in zip(loads, owners, strict=True):
         busy[owner] += load.cost

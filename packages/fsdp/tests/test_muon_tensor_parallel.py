@@ -113,6 +113,34 @@ def test_shards_of_rows_that_tp_shards_have_the_bits_of_one_device(split):
 
 
 @pytest.mark.ranks
+def test_matrices_that_tp_shards_have_one_owner_where_its_ranks_have_other_numbers_of_matrices():
+    """3 experts on 2 ranks, and 5 rows: what a rank of tp has differs, what they exchange not."""
+    shapes = {"a": (6, 6), "experts": (3, 8, 8), "b": (5, 6), "c": (6, 6), "d": (5, 6)}
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Module()
+        for name, shape in shapes.items():
+            values = torch.zeros(shape)
+            setattr(model, name, nn.Parameter(distribute_tensor(values, mesh["tp"], [Shard(0)])))
+        fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda param: Rows(1))
+        found = [
+            one
+            for name, param in model.named_parameters()
+            for one in matrices_of(param, matrix_rows(None, param, name, "Muon"), name, "Muon")
+        ]
+        tasks = assign_owners(found, newton_schulz_cost)
+        owners = {one.matrix.name: one.owner for one in tasks if one.matrix.is_inner_sharded}
+        return owners, len(found)
+
+    (owners, of_first), (others, of_second), *_ = run_ranks(check, 4)
+    assert owners == others
+    assert {*owners} == {"a", "b", "c", "d"}
+    assert {*owners.values()} == {0, 1}
+    assert of_first != of_second
+
+
+@pytest.mark.ranks
 def test_owners_have_the_rows_of_a_matrix_in_its_order():
     """Newton-Schulz commutes with permutations of rows, so sums of the rows above are computed."""
 

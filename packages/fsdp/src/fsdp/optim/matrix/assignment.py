@@ -242,15 +242,22 @@ def assign_owners(
         if matrix.mesh is not None and matrix.axis is not None:
             axes.setdefault((matrix.mesh, matrix.axis), []).append(index)
     for (mesh, axis), indices in axes.items():
-        loads = [MatrixLoad(costs[n], matrices[n].elements_by_rank, fixed[n]) for n in indices]
-        owners.update(zip(indices, choose_owners(loads, mesh.size(axis)), strict=True))
+        busy = [0] * mesh.size(axis)
+        # Ranks of inner axes exchange a matrix that these shard, so it has one owner for all of
+        # them. Their other matrices may differ in number, and are chosen for behind it.
+        for is_exchanged in (True, False):
+            chosen = [n for n in indices if matrices[n].is_inner_sharded is is_exchanged]
+            loads = [MatrixLoad(costs[n], matrices[n].elements_of_all, fixed[n]) for n in chosen]
+            for n, owner in zip(chosen, choose_owners(loads, busy), strict=True):
+                owners[n] = owner
+                busy[owner] += costs[n]
     return [
         MatrixTask(index, matrix, owners.get(index), costs[index])
         for index, matrix in enumerate(matrices)
     ]
 
 
-def choose_owners(loads: Sequence[MatrixLoad], ranks: int) -> list[int]:
+def choose_owners(loads: Sequence[MatrixLoad], busy: Sequence[int]) -> list[int]:
     """Chooses an owner for each matrix, in the order of decreasing cost.
 
     The owner is the rank with most elements of the matrix among those whose total cost stays within
@@ -258,20 +265,22 @@ def choose_owners(loads: Sequence[MatrixLoad], ranks: int) -> list[int]:
 
     Args:
         loads: of the matrices, in the same order on all ranks.
-        ranks: of the axis.
+        busy: the cost that each rank of the axis has already.
     """
     owners = [0 if load.fixed_owner is None else load.fixed_owner for load in loads]
-    busy = [0] * ranks
+    busy = [*busy]
     for load in loads:
         if load.fixed_owner is not None:
             busy[load.fixed_owner] += load.cost
-    share = sum(load.cost for load in loads) / ranks
     free = [index for index, load in enumerate(loads) if load.fixed_owner is None]
+    share = (sum(busy) + sum(loads[index].cost for index in free)) / len(busy)
     for index in sorted(free, key=lambda index: -loads[index].cost):
         load = loads[index]
         least = min(busy)
-        candidates = [r for r in range(ranks) if busy[r] + load.cost <= share or busy[r] == least]
-        owner = max(candidates, key=lambda r: (load.elements_by_rank[r], -busy[r], -r))
+        candidates = [
+            rank for rank, cost in enumerate(busy) if cost + load.cost <= share or cost == least
+        ]
+        owner = max(candidates, key=lambda rank: (load.elements_by_rank[rank], -busy[rank], -rank))
         owners[index] = owner
         busy[owner] += load.cost
     return owners

@@ -64,6 +64,17 @@ class Matrix:
         return self.shape != self.base_shape
 
     @property
+    def elements_of_all(self) -> tuple[int, ...]:
+        """`elements_by_rank`, the same on all ranks of inner axes: zeros if these divide unevenly."""
+        mesh = self.mesh
+        parts = math.prod(
+            1 if mesh is None or dim_of(placement) is None else mesh.size(axis)
+            for axis, placement in enumerate(self.placements)
+        )
+        is_even = parts * math.prod(self.base_shape) == math.prod(self.shape)
+        return self.elements_by_rank if is_even else (0,) * len(self.elements_by_rank)
+
+    @property
     def has_all_rows(self) -> bool:
         """Whether the base has all rows of the matrix, so that inner axes shard columns at most."""
         return self.shape[0] == self.base_shape[0]
