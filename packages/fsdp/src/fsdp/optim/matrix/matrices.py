@@ -65,7 +65,7 @@ class Matrix:
 
     @property
     def elements_of_all(self) -> tuple[int, ...]:
-        """`elements_by_rank`, the same on all ranks of inner axes: zeros if these divide unevenly."""
+        """`elements_by_rank` for all ranks of inner axes alike: zeros if these divide unevenly."""
         mesh = self.mesh
         parts = math.prod(
             1 if mesh is None or dim_of(placement) is None else mesh.size(axis)
