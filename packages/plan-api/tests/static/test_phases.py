@@ -257,6 +257,9 @@ def test_unsharded_parameters_are_freed_after_forward_and_after_backward(way, st
 def test_an_unreferenced_model_is_freed(way):
     with fake_mesh((2,), ("dp",)) as mesh:
         model = parallelize(Frozen(), _frozen(mesh, way), mode="static")
+        for module in model.modules():  # a script's hook, such as a counter's
+            module.register_forward_hook(lambda *_, model=model: None)
+        module = None
         models.train(model, _mean_square, steps=2)
         seen = [weakref.ref(one) for one in (model, *model.parameters())]
         del model

@@ -40,7 +40,8 @@ class UnshardedParam:
     """
 
     def __init__(self, owner: nn.Module, name: str, schedule: Schedule) -> None:
-        self._owner, self._name = owner, name
+        # Not the module: a hook of its own may refer to the model, which this would keep alive.
+        self._registry, self._name = owner._parameters, name
         self._placements, self._keeps_unsharded = schedule.run, schedule.keeps_unsharded
         self._step = SiteStep(name, 0, OpKind.SHARD, {}, schedule.entries, schedule.lines)
         self._at = StepContext(f"the gather of parameter {name}", self._step)
@@ -100,7 +101,7 @@ class UnshardedParam:
     @property
     def _sharded_param(self) -> DTensor:
         # Looked up each time: materialising a model on meta makes new parameters.
-        sharded: Any = self._owner._parameters[self._name]
+        sharded: Any = self._registry[self._name]
         assert isinstance(sharded, DTensor)
         return sharded
 
