@@ -15,12 +15,14 @@ from plan_api.ops.function_calls import TorchFunction
 from plan_api.ops.losses import WEIGHTED_MEANS, is_mean, weighted_mean
 from plan_api.runtime.local_shards import TensorSizes
 from plan_api.static.operators.shards import sharding_of_classes
+from plan_api.static.shadow_model import is_fake
 
 __all__ = ["cross_entropy", "mean", "nll_loss"]
 
 
 def cross_entropy(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     """Computes this rank's term of the loss, whose classes and rows may be sharded."""
+    targets_are_local = _LocalTargets()
 
     def sharded_cross_entropy(
         input: torch.Tensor,  # noqa: A002  # torch's name
@@ -43,12 +45,13 @@ def cross_entropy(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
             reduction = legacy_get_string(size_average, reduce)
         kind = get_enum(reduction)
         loss: torch.Tensor
-        if sharding.axis is None and not sharding.rows:
-            smoothing = {"reduction": reduction, "label_smoothing": label_smoothing}
-            loss = function(input, target, weight, ignore_index=ignore_index, **smoothing)
-            return loss
-        if sharding.axis is None and not label_smoothing:
-            return _loss_of_rows(function, input, target, weight, kind, ignore_index, sharding)
+        if sharding.axis is None and targets_are_local(input, target, ignore_index):
+            if not sharding.rows:
+                smoothing = {"reduction": reduction, "label_smoothing": label_smoothing}
+                loss = function(input, target, weight, ignore_index=ignore_index, **smoothing)
+                return loss
+            if not label_smoothing:
+                return _loss_of_rows(function, input, target, weight, kind, ignore_index, sharding)
         return local_cross_entropy(
             input, target, weight, kind, ignore_index, sharding, label_smoothing
         )
@@ -58,6 +61,7 @@ def cross_entropy(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
 
 def nll_loss(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
     """Computes this rank's term of the loss of log probabilities, sharded as `cross_entropy`'s."""
+    targets_are_local = _LocalTargets()
 
     def sharded_nll_loss(
         input: torch.Tensor,  # noqa: A002  # torch's name
@@ -73,16 +77,35 @@ def nll_loss(function: TorchFunction, sizes: TensorSizes) -> TorchFunction:
         if size_average is not None or reduce is not None:
             reduction = legacy_get_string(size_average, reduce)
         kind = get_enum(reduction)
-        if sharding.axis is None and not sharding.rows:
+        if sharding.axis is None and targets_are_local(input, target, ignore_index):
+            if sharding.rows:
+                return _loss_of_rows(function, input, target, weight, kind, ignore_index, sharding)
             loss: torch.Tensor = function(
                 input, target, weight, ignore_index=ignore_index, reduction=reduction
             )
             return loss
-        if sharding.axis is None:
-            return _loss_of_rows(function, input, target, weight, kind, ignore_index, sharding)
         return log_likelihood_loss(input, target, weight, kind, ignore_index, sharding)
 
     return sharded_nll_loss
+
+
+class _LocalTargets:
+    """Whether the first targets of an operator are among its classes.
+
+    They are not where the plan does not say that the classes are sharded. torch's function would
+    fail there, on a GPU with the process: this package's has a value, which the check of the first
+    step compares with Eager's on all ranks.
+    """
+
+    _are_local: bool | None = None
+
+    def __call__(self, input: torch.Tensor, target: torch.Tensor, ignored: int) -> bool:  # noqa: A002
+        if self._are_local is not None or torch.compiler.is_compiling() or is_fake(target):
+            return self._are_local is not False
+        counted = target[target != ignored]
+        classes = input.shape[min(1, input.ndim - 1)]
+        self._are_local = bool(((counted >= 0) & (counted < classes)).all())
+        return self._are_local
 
 
 def _loss_of_rows(
