@@ -82,11 +82,6 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
         ({"system": "plan", "dp_shard": -1, "pp_degree": 4}, 6, "--pp-degree: expected a divisor"),
         ({"system": "ddp", "dp_shard": -1}, 1, "'ddp' does not take --dp-shard -1; leave it out"),
         (
-            {"system": "plan", "model": "qwen3-tiny", "cp": 2, "tp": 2, "static": True},
-            4,
-            "--static: expected a qwen3 without --cp or without --tp",
-        ),
-        (
             {"system": "plan", "model": "deepseek-v3-tiny", "tp": 3, "static": True},
             3,
             "--tp 3: expected a divisor of num_attention_heads = 4",

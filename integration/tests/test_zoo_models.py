@@ -51,7 +51,7 @@ OF_EXPERTS = {
     },
     8: {"FSDP x EP x TP": {"dp_shard": 4, "ep": 2, "tp": 2}},
 }
-OF_CONTEXT = {2: {"CP": {"cp": 2}}, 4: {"CP x TP + SP": SP | {"cp": 2}}}
+OF_CONTEXT = {2: {"CP": {"cp": 2}}, 4: {"CP x TP + SP, static": SP | {"cp": 2, "static": True}}}
 FAST = {
     "qwen3-tiny": "FSDP",
     "gemma3-tiny": "TP + SP, static",

@@ -74,11 +74,6 @@ class PlanSystem(System):
                 f"--cp: expected a {' or '.join(_CONTEXT_PARALLEL)}, whose attention it supports,"
                 f" got a {shape.family}; leave it out"
             )
-        if shape.family == "qwen3" and degrees.cp > 1 and degrees.tp > 1 and degrees.static:
-            raise UsageError(
-                "--static: expected a qwen3 without --cp or without --tp, whose attention of both"
-                " static mode does not compute as Eager does; use --no-static"
-            )
         # In static mode ranks may have different numbers of heads, but in phases of one dim, and
         # where one projection makes the keys and values of a head, which have different sizes.
         has_units = shape.family != "deepseek_v3"

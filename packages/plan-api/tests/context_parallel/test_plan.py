@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import Shard
 
-from plan_api import Plan, generate_static, lower, parallelize, zoo
+from plan_api import Plan, generate_static, lower, parallelize, uninstall, zoo
+from plan_api.context_parallel.attention import IMPLEMENTATIONS
 from plan_api.context_parallel.kernels import select_kernel
 from plan_api.context_parallel.local_sequence import sequence_transform, without_sharded_positions
 from plan_api.lowering.ir import OpKind
@@ -151,6 +154,43 @@ def test_positions_of_a_rank_are_those_in_the_whole_sequence(order, rank):
         assert own.tolist() == [[10 + one for one in expected[order][4 * rank : 4 * rank + 4]]]
         (moved,) = (step for step in site.steps if step.kind is OpKind.REDIST)
         assert not without_sharded_positions(site, moved).moves
+
+
+class _Norm(nn.Module):
+    def forward(self, x):
+        return F.normalize(x, dim=-1)
+
+
+class _NormedAttention(nn.Module):
+    """Attention of normalized queries and keys, as Qwen3's."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = _Norm()
+
+    def forward(self, x):
+        one = self.norm(x)
+        return F.scaled_dot_product_attention(one, one, x, is_causal=True)
+
+
+def test_attention_behind_a_child_is_that_of_a_sharded_sequence(monkeypatch):
+    """In static mode, where the plan annotates dropout there too, which attention may have."""
+    calls = []
+
+    def attention(query, key, value, call):
+        calls.append(query.shape)
+        return value
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "ring", attention)
+    with fake_mesh((1, 1), ("cp", "tp")) as mesh:
+        plan = Plan(mesh).shard("<in:0>", Shard(2), "cp")
+        plan.context("[01]", "cp").annotate("[01].<op:dropout>", Shard(1), "tp")
+        model = nn.Sequential(_NormedAttention(), _NormedAttention())
+        model = parallelize(model, plan, mode="static", guard_steps=0, use=())
+        for _ in range(3):  # by a mode of functions at first, then by their names
+            model(torch.ones(1, 2, 4, 8))
+        uninstall()
+    assert calls == [(1, 2, 4, 8)] * 6
 
 
 CALLS = {

@@ -17,13 +17,20 @@ from plan_api.context_parallel.ring import ring_attention
 from plan_api.context_parallel.ulysses import ulysses_attention
 from plan_api.lowering.ir import OpKind, Site, SiteStep
 from plan_api.ops.autocast import cast_down
-from plan_api.ops.function_calls import FunctionInterception, InterceptedCalls, with_wrapped
+from plan_api.ops.function_calls import (
+    FunctionInterception,
+    InterceptedCalls,
+    TorchFunction,
+    with_wrapped,
+)
 from plan_api.runtime.attribution import moving
 from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.hooks import register_always_called
 from plan_api.spec.axes import axis_names
 
-__all__ = ["IMPLEMENTATIONS", "install_context_parallel"]
+__all__ = [
+    "IMPLEMENTATIONS", "attention_calls", "install_context_parallel", "table_of_attention",
+]  # fmt: skip
 
 _LocalAttention: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], torch.Tensor
@@ -38,17 +45,17 @@ _FUSED = torch._C._nn.scaled_dot_product_attention
 _HEADS, _SEQUENCE = 1, 2
 
 
-def install_context_parallel(
-    model: nn.Module, sites: Iterable[Site], mesh: DeviceMesh, *, is_static: bool = False
-) -> Iterator[RemovableHandle]:
-    """Installs hooks on modules whose attention is over a sharded sequence.
+def attention_calls(
+    sites: Iterable[Site], mesh: DeviceMesh, *, is_static: bool = False
+) -> dict[str, InterceptedCalls]:
+    """Returns what modules with a sharded sequence call instead of attention, by their paths.
 
     Args:
-        model: its parameters are DTensors.
         sites: the sites of a plan.
         mesh: the plan's mesh.
         is_static: whether modules run on local tensors.
     """
+    found: dict[str, InterceptedCalls] = {}
     for site in sites:
         for step in site.steps:
             if step.kind is OpKind.CONTEXT:
@@ -56,12 +63,30 @@ def install_context_parallel(
                 attention = at.wrap(
                     _ContextParallelAttention(site.path, step, mesh, is_static=is_static)
                 )
-                calls = InterceptedCalls(_FUSED, {None: attention})
-                functions = (_FUSED, *with_wrapped(nn.functional.scaled_dot_product_attention))
-                interception = FunctionInterception(dict.fromkeys(functions, calls))
-                module = model.get_submodule(site.path)
-                yield module.register_forward_pre_hook(interception.begin)
-                yield register_always_called(module, interception.leave, prepend=True)
+                found[site.path] = InterceptedCalls(_FUSED, {None: attention})
+    return found
+
+
+def table_of_attention(calls: InterceptedCalls) -> dict[TorchFunction, InterceptedCalls]:
+    """Returns calls of attention by each function that it may be called by now."""
+    functions = (_FUSED, *with_wrapped(nn.functional.scaled_dot_product_attention))
+    return dict.fromkeys(functions, calls)
+
+
+def install_context_parallel(
+    model: nn.Module, calls: Mapping[str, InterceptedCalls]
+) -> Iterator[RemovableHandle]:
+    """Installs hooks on modules whose attention is over a sharded sequence.
+
+    Args:
+        model: its parameters are DTensors.
+        calls: of `attention_calls`, without those of modules that have an interception already.
+    """
+    for path, attention in calls.items():
+        interception = FunctionInterception(table_of_attention(attention))
+        module = model.get_submodule(path)
+        yield module.register_forward_pre_hook(interception.begin)
+        yield register_always_called(module, interception.leave, prepend=True)
 
 
 class _ContextParallelAttention:

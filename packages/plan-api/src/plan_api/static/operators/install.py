@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
+from plan_api.context_parallel.attention import table_of_attention
 from plan_api.lowering.ir import Site
 from plan_api.ops.function_calls import (
     FunctionInterception,
@@ -25,7 +26,8 @@ from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.hooks import register_always_called
 from plan_api.runtime.local_shards import ShardSizes, TensorSizes
 from plan_api.spec.axes import axis_names
-from plan_api.static.operators.dropout import attention, dropout
+from plan_api.static.operators.dropout import attention as attention_with_dropout
+from plan_api.static.operators.dropout import dropout
 from plan_api.static.operators.losses import cross_entropy, mean, nll_loss
 from plan_api.static.operators.normalization import batch_norm, group_norm
 from plan_api.static.operators.shards import MakeReplacement
@@ -51,6 +53,7 @@ def install_operators(
     mesh: DeviceMesh,
     types: SiteTypes | None = None,
     sizes: ShardSizes | None = None,
+    attention: InterceptedCalls | None = None,
 ) -> list[RemovableHandle]:
     """Installs hooks that intercept operators in a module's own code, after all hooks of children.
 
@@ -60,6 +63,7 @@ def install_operators(
         mesh: the plan's mesh.
         types: checks the types of the operators' tensors; None: they are not checked.
         sizes: knows the global sizes of uneven shards, of the whole model; None: of this site only.
+        attention: what the module calls instead of attention, as its sequence is sharded.
     """
     axes, sizes = axis_names(mesh), sizes or ShardSizes(mesh)
     table: dict[TorchFunction, InterceptedCalls] = {}
@@ -77,6 +81,8 @@ def install_operators(
                 replacement = types.operator(site, step, replacement)
             replacement = StepContext(site.name, step).wrap(replacement)
             calls.replacements[int(number) if number else None] = replacement
+    if attention is not None:  # in the same interception: only that is resumed behind a child
+        table |= table_of_attention(attention)
     span = FunctionInterception(table)
     handles = [
         module.register_forward_pre_hook(span.begin),
@@ -177,7 +183,7 @@ def _assign(targets: Any, results: Any) -> Any:
 
 _REPLACEMENTS: dict[str, MakeReplacement] = {
     "dropout": dropout,
-    "scaled_dot_product_attention": attention,
+    "scaled_dot_product_attention": attention_with_dropout,
     "cross_entropy": cross_entropy,
     "nll_loss": nll_loss,
     "batch_norm": batch_norm,
