@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -81,11 +80,11 @@ def recomputed_forward(forward: Callable[..., Any], policy: str) -> Callable[...
 
 
 def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(partial(_policy, _PRODUCTS | _ATTENTION))
+    return create_selective_checkpoint_contexts(functools.partial(_policy, _PRODUCTS | _ATTENTION))
 
 
 def _attention_contexts() -> Any:
-    return create_selective_checkpoint_contexts(partial(_policy, _ATTENTION))
+    return create_selective_checkpoint_contexts(functools.partial(_policy, _ATTENTION))
 
 
 def _policy(
