@@ -146,7 +146,8 @@ def build(names: list[str], dist: Path, auditwheel: Path | None) -> None:
     wanted = set[str]().union(*(needed(name, by_name) for name in names))
     ordered = [project for project in in_order(by_name.values()) if project.name in wanted]
     for number, project in enumerate(ordered, 1):
-        wheel = Path(shutil.copy(made := unchanged_wheel(project), dist))
+        made = unchanged_wheel(project)
+        wheel = Path(shutil.copy(made, dist))
         (sdist,) = (Path(shutil.copy(each, dist)) for each in made.parent.glob("*.tar.gz"))
         if found := list(release.problems(project, release.Built(sdist, wheel))):
             sys.exit("\n".join(f"{project.name}: {problem}" for problem in found))

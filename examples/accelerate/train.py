@@ -28,8 +28,8 @@ def train(system: str, steps: int) -> list[float]:
         integrations.install()  # the one line
     on_cpu = not torch.accelerator.is_available()
     if on_cpu:
-        # accelerate shards on accelerators only, and uses DDP on CPUs. It is told that ranks have
-        # one; all that follows runs as there, on gloo.
+        # accelerate shards on accelerators only, and uses DDP on CPUs. Its state says that
+        # ranks have one; all that follows runs as there, on gloo.
         PartialState(cpu=True)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     plugin = FullyShardedDataParallelPlugin(

@@ -169,33 +169,25 @@ def adam8bit() -> Trainer.Config:
 
 def muon() -> Trainer.Config:
     """Returns the debug model with Muon for the matrices of its layers, and AdamW for the rest."""
-    return _with_optimizers(
-        ParamGroupConfig(
-            pattern=NOT_MATRICES,
-            optimizer_name="Muon",
-            optimizer_kwargs={"lr": 8e-4, "use_muon": False},
-        ),
-        ParamGroupConfig(
-            pattern=".*",
-            optimizer_name="Muon",
-            optimizer_kwargs={"lr": 2e-3, "adjust_lr_fn": "match_rms_adamw"},
-        ),
-    )
+    return _with_matrix_optimizer("Muon", {"lr": 2e-3, "adjust_lr_fn": "match_rms_adamw"})
 
 
 def soap() -> Trainer.Config:
     """Returns the debug model with SOAP for the matrices of its layers, and AdamW for the rest."""
+    return _with_matrix_optimizer("SOAP", {"lr": 8e-4, "precondition_frequency": 2})
+
+
+def _with_matrix_optimizer(name: str, options: dict[str, Any]) -> Trainer.Config:
+    """Returns the debug model with an optimizer, whose ``use_...`` option off is AdamW.
+
+    Args:
+        name: of its class.
+        options: of the group of matrices.
+    """
+    others = {"lr": 8e-4, f"use_{name.lower()}": False}
     return _with_optimizers(
-        ParamGroupConfig(
-            pattern=NOT_MATRICES,
-            optimizer_name="SOAP",
-            optimizer_kwargs={"lr": 8e-4, "use_soap": False},
-        ),
-        ParamGroupConfig(
-            pattern=".*",
-            optimizer_name="SOAP",
-            optimizer_kwargs={"lr": 8e-4, "precondition_frequency": 2},
-        ),
+        ParamGroupConfig(pattern=NOT_MATRICES, optimizer_name=name, optimizer_kwargs=others),
+        ParamGroupConfig(pattern=".*", optimizer_name=name, optimizer_kwargs=options),
     )
 
 

@@ -181,6 +181,41 @@ def test_microbatches_gather_layers_once_more_and_reduce_again_but_replicas_once
     assert one.memory.stays_gathered == 0
 
 
+def test_a_stage_has_its_layers_and_half_of_the_root_and_reduces_once():
+    made = predicted(ranks=4, pp_degree=2, dp_shard=2, micro_batch=4, pp_microbatches=4)
+    elements = 1_000 / 2 + 4 * 500  # the root's ends count as a layer each: 4 of 8
+    assert made.memory.parameters == 4 * elements / 2
+    assert made.memory.gathered == made.memory.accumulated == 4 * elements
+    assert made.memory.reducing == 8 * 500 + 4 * elements
+    of_tp, transfers = 4 * (6 * 800 / 2), 4 * 64  # the last stage has one neighbour
+    gathered = reduced = 4 * elements / 2
+    assert made.sent == pytest.approx(of_tp + gathered + reduced + transfers)
+
+
+def test_gathers_are_in_the_dtype_of_compute_and_reductions_in_fp32():
+    wide, narrow = predicted(dp_shard=8, dtype="fp32"), predicted(dp_shard=8, dtype="bf16")
+    assert wide.sent - narrow.sent == pytest.approx(2 * (1_000 + 2 * 6 * 500) * 7 / 8)
+    assert narrow.memory.gathered == wide.memory.gathered / 2
+    assert predicted(dp_replicate=8, dtype="bf16").memory.gathered == 2 * (1_000 + 6 * 500)
+    assert predicted(dp_replicate=8, dtype="fp32").memory.gathered == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "shards", "sent"),
+    [
+        pytest.param({"dp_shard": 4}, 4, 4 * 7_200 / 2 + 4 * 3 / 4 * 11_000, id="sharded"),
+        pytest.param({"dp_replicate": 4}, 1, 2 * 4 * (2_400 / 2 + 4_000 * 3 / 4), id="replicated"),
+    ],
+)
+def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones(options, shards, sent):
+    """400 elements of each layer on a rank of two; two ranks have the same ones."""
+    work = replace(MADE_UP, layer=replace(LAYER, experts=400))
+    made = predicted(ranks=4, ep=2, micro_batch=2, work=work, **options)
+    others, experts = 4_000 / shards, 2_400 / max(1, shards / 2)
+    assert made.memory.parameters == 4 * (others + experts)
+    assert made.sent == pytest.approx(2 * 6 * 800 + sent)
+
+
 def test_hooks_of_buckets_take_time_on_the_host():
     slow = replace(GLOO, bucket=1.0)
     options = {"dp_shard": 8, "micro_batch": 1, "global_batch": 16}
@@ -219,6 +254,24 @@ def test_candidates_use_all_ranks_and_the_whole_batch():
         assert config.global_batch % (data * config.micro_batch) == 0
     assert {config.pp_degree for config in found} == {1, 2}
     assert len(set(found)) == len(found)
+
+
+def test_bounds_of_the_search():
+    def found(hardware=GLOO, **options):
+        setup = setup_of(ranks=16, global_batch=16, **options)
+        return list(candidates(setup.base, 16, hardware))
+
+    assert max(each.tp for each in found(H100)) == H100.machine.node == 8
+    assert max(each.tp for each in found()) == 16
+    assert {each.cp for each in found()} == {1, 2}
+    assert {each.cp for each in found(sequence_length=8192)} == {1, 2, 4}
+    assert {each.offload for each in found()} == {False}
+    assert all(each.dp_shard > 1 for each in found(H100) if each.offload)
+    assert {each.offload for each in found(H100)} == {False, True}
+    assert {each.activation_checkpointing for each in found()} == {"none", "full"}
+    assert {each.placements for each in found()} == {None, "zero2"}
+    assert {each.ep for each in found()} == {1}
+    assert {each.ep for each in found(model="mixtral-tiny")} == {1, 2, 4}
 
 
 def test_the_trainer_refuses_what_it_would_refuse():

@@ -9,9 +9,9 @@ are gathered again for backward is one (``--placements zero2``).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 
 from integration.data import Modality
 from integration.errors import UsageError
@@ -27,6 +27,7 @@ __all__ = ["Inner", "candidates", "inner_run", "refusal"]
 
 _MICRO_BATCHES = (1, 2, 4, 8)
 _LEAST_TOKENS = 2048
+_divisors = functools.cache(divisors)
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,6 @@ def candidates(base: TrainConfig, ranks: int, hardware: Hardware) -> Iterator[Tr
                 )
                 for one in _with_data(own, data, experts):
                     yield from _with_options(one, base.global_batch // data, hardware)
-
-
-@cache
-def _divisors(number: int) -> list[int]:
-    return divisors(number)
 
 
 def _with_data(config: TrainConfig, data: int, experts: int) -> Iterator[TrainConfig]:
