@@ -32,7 +32,7 @@ def test_from_local_takes_a_scalars_shape_for_none():
         assert actual.shape == ()
 
 
-def test_torch_copies_no_dtensor_deeply_that_has_an_offset():
+def test_deepcopy_of_a_dtensor_with_an_offset_fails_in_torch():
     """If this fails, `_compat.dtensor_of` may become `DTensor`."""
     local = torch.arange(8.0)[2:6]
     with fake_mesh((2,)) as mesh:

@@ -98,9 +98,9 @@ def parallelize(
     )
     if example_inputs is not None:
         plan = plan_communication(plan, model, example_inputs, use=use)
-    if example_inputs is not None and mode == "static":
-        step = ExampleStep.checked("parallelize", plan, model, example_inputs, True, use)
-        step.check_static(split_policies(plan)[0])
+        if mode == "static":
+            step = ExampleStep.checked("parallelize", plan, model, example_inputs, True, use)
+            step.check_static(split_policies(plan)[0])
     overrides = apply_plan(model, plan, options, strict=strict).overrides
     if overrides:
         text = "\n".join(map(str, overrides))

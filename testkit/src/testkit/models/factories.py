@@ -37,7 +37,15 @@ _DECODER: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
     "use_cache": False, "attn_implementation": "eager",
 }  # fmt: skip
+_EXPERTS = {"intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2}
 _WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def _seeded(cls: Any, config: Any) -> nn.Module:
+    """Makes a model in training mode, always with the same parameters."""
+    torch.manual_seed(0)
+    model: nn.Module = cls(config)
+    return model.train()
 
 
 def llama(**changes: Any) -> nn.Module:
@@ -48,9 +56,7 @@ def llama(**changes: Any) -> nn.Module:
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    model: nn.Module = LlamaForCausalLM(LlamaConfig(**_DECODER | changes))
-    return model.train()
+    return _seeded(LlamaForCausalLM, LlamaConfig(**_DECODER | changes))
 
 
 def qwen3(**changes: Any) -> nn.Module:
@@ -61,9 +67,7 @@ def qwen3(**changes: Any) -> nn.Module:
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(0)
-    model: nn.Module = Qwen3ForCausalLM(Qwen3Config(**_DECODER | {"head_dim": 8} | changes))
-    return model.train()
+    return _seeded(Qwen3ForCausalLM, Qwen3Config(**_DECODER | {"head_dim": 8} | changes))
 
 
 def gemma3(**changes: Any) -> nn.Module:
@@ -77,9 +81,7 @@ def gemma3(**changes: Any) -> nn.Module:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     options = _DECODER | {"head_dim": 8, "query_pre_attn_scalar": 8} | _WINDOW
-    torch.manual_seed(0)
-    model: nn.Module = Gemma3ForCausalLM(Gemma3TextConfig(**options | changes))
-    return model.train()
+    return _seeded(Gemma3ForCausalLM, Gemma3TextConfig(**options | changes))
 
 
 def mixtral(**changes: Any) -> nn.Module:
@@ -90,11 +92,8 @@ def mixtral(**changes: Any) -> nn.Module:
     """
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    experts = {"intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2}
-    options = _DECODER | experts | {"sliding_window": None}
-    torch.manual_seed(0)
-    model: nn.Module = MixtralForCausalLM(MixtralConfig(**options | changes))
-    return model.train()
+    options = _DECODER | _EXPERTS | {"sliding_window": None}
+    return _seeded(MixtralForCausalLM, MixtralConfig(**options | changes))
 
 
 def qwen3_moe(**changes: Any) -> nn.Module:
@@ -107,9 +106,7 @@ def qwen3_moe(**changes: Any) -> nn.Module:
 
     experts = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
     options = _DECODER | experts | {"head_dim": 8, "norm_topk_prob": True}
-    torch.manual_seed(0)
-    model: nn.Module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**options | changes))
-    return model.train()
+    return _seeded(Qwen3MoeForCausalLM, Qwen3MoeConfig(**options | changes))
 
 
 def gpt_oss(**changes: Any) -> nn.Module:
@@ -120,11 +117,8 @@ def gpt_oss(**changes: Any) -> nn.Module:
     """
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    experts = {"intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2}
-    options = _DECODER | experts | {"head_dim": 8} | _WINDOW
-    torch.manual_seed(0)
-    model: nn.Module = GptOssForCausalLM(GptOssConfig(**options | changes))
-    return model.train()
+    options = _DECODER | _EXPERTS | {"head_dim": 8} | _WINDOW
+    return _seeded(GptOssForCausalLM, GptOssConfig(**options | changes))
 
 
 def deepseek_v3(**changes: Any) -> nn.Module:
@@ -146,11 +140,9 @@ def deepseek_v3(**changes: Any) -> nn.Module:
         "first_k_dense_replace": 1, "moe_intermediate_size": 48, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
     }  # fmt: skip
-    torch.manual_seed(0)
-    model: nn.Module = DeepseekV3ForCausalLM(
-        DeepseekV3Config(**_DECODER | attention | experts | changes)
+    return _seeded(
+        DeepseekV3ForCausalLM, DeepseekV3Config(**_DECODER | attention | experts | changes)
     )
-    return model.train()
 
 
 def gpt2(**changes: Any) -> nn.Module:
@@ -166,9 +158,7 @@ def gpt2(**changes: Any) -> nn.Module:
         "use_cache": False, "attn_implementation": "eager", "bos_token_id": 1, "eos_token_id": 1,
         "loss_type": "ForCausalLM",
     }  # fmt: skip
-    torch.manual_seed(0)
-    model: nn.Module = GPT2LMHeadModel(GPT2Config(**options | changes))
-    return model.train()
+    return _seeded(GPT2LMHeadModel, GPT2Config(**options | changes))
 
 
 def vit(**changes: Any) -> nn.Module:
@@ -184,9 +174,7 @@ def vit(**changes: Any) -> nn.Module:
         "num_attention_heads": 4, "image_size": 16, "patch_size": 4, "num_labels": 10,
         "hidden_dropout_prob": 0.1, "attn_implementation": "sdpa",
     }  # fmt: skip
-    torch.manual_seed(0)
-    model: nn.Module = ViTForImageClassification(ViTConfig(**options | changes))
-    return model.train()
+    return _seeded(ViTForImageClassification, ViTConfig(**options | changes))
 
 
 def reinitialize(model: nn.Module, seed: int = 1) -> None:

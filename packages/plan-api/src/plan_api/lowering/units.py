@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeAlias
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +24,8 @@ from plan_api.spec.axes import axis_names
 from plan_api.spec.placements import can_have_units, shard_of_units
 
 __all__ = ["PlacedUnits", "check_units", "place_units"]
+
+_Unit: TypeAlias = int | str | tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ def check_units(
         ValueError: names the entries, parameters and numbers of units.
     """
     found = _sharded_units(ops, model, schedules, mesh, groups=False)
-    _refuse([line for one in found for line in (*one.remainder(), *one.undivided())])
+    instead = "use mode='static' without example_inputs"
+    _refuse([line for one in found for line in (*one.remainder(), *one.undivided(instead))])
 
 
 def place_units(
@@ -89,7 +92,7 @@ def place_units(
         if wrong or not one.is_uneven:
             continue
         if any(is_inside(one.op.path, path) for path in eager):
-            problems += one.undivided()
+            problems += one.undivided("leave it out of plan.eager()")
         elif len(one.axes) > 1 or not can_have_units(one.op.dst):
             problems.append(one.unplaceable())
         else:
@@ -156,17 +159,20 @@ class _ShardedUnits:
         if self.length % (self.parts * self.size):
             yield f"{self._what} has size {self.length}, which is no multiple of {self.unit}"
 
-    def undivided(self) -> Iterator[str]:
-        """Yields what is wrong for DTensors if the axes do not divide the units."""
+    def undivided(self, instead: str) -> Iterator[str]:
+        """Yields what is wrong for DTensors if the axes do not divide the units.
+
+        Args:
+            instead: how its module runs on local tensors, for which nothing is wrong.
+        """
         if not self.is_uneven or self.number == 1:
             return
         along = " and ".join(f"{axis!r} of size {ranks}" for axis, ranks in self.axes.items())
         along = f"axis {along} does" if len(self.axes) == 1 else f"axes {along} do"
         yield (
             f"{self._what} is {self.number} times {self.unit}, and {along} not divide "
-            f"{self.number}; use mode='static' without example_inputs, where ranks have "
-            f"different numbers of them, "
-            f"replicate it there, by Replicate(), or gather what the module returns, by "
+            f"{self.number}; {instead}, where ranks have different numbers of them, replicate it "
+            f"there, by Replicate(), or gather what the module returns, by "
             f"shard('{self.op.path}.<out>', Replicate(), {self.op.axis!r})"
         )
 
@@ -253,16 +259,16 @@ def _refuse(problems: Sequence[str]) -> None:
         )
 
 
-def _unit_of(op: Op) -> int | str | tuple[str, ...] | None:
-    unit: int | str | tuple[str, ...] | None = dict(op.entry.options).get("unit")
+def _unit_of(op: Op) -> _Unit | None:
+    unit: _Unit | None = dict(op.entry.options).get("unit")
     return unit
 
 
-def _last_of(unit: int | str | tuple[str, ...]) -> int | str:
+def _last_of(unit: _Unit) -> int | str:
     return unit[-1] if isinstance(unit, tuple) else unit
 
 
-def _unit_size(op: Op, unit: int | str | tuple[str, ...], model: nn.Module) -> tuple[int, str]:
+def _unit_size(op: Op, unit: _Unit, model: nn.Module) -> tuple[int, str]:
     """Returns the size of a unit, and the text that names it in messages."""
     if isinstance(unit, int):
         return unit, f"{unit}"

@@ -83,23 +83,24 @@ def add_experts(
     if axes.sharded:
         return _expert_parallel(plan, axes, names, output or names.mlp)
     # Without parts to sum only the batch is sharded, or nothing.
-    outputs = axes.outputs or dict.fromkeys(plan.axes, _R)
-    return plan.local(names.experts, [*outputs.values()], [*outputs])
+    along = axes.summed or axes.replicated or plan.axes
+    placement = _P if axes.summed else Shard(0) if axes.replicated else _R
+    return plan.local(names.experts, [placement] * len(along), along)
 
 
 def _expert_parallel(plan: Plan, axes: ExpertAxes, names: ExpertNames, output: str) -> Plan:
     """Adds experts sharded by number, and the combination of their outputs."""
-    part, shard, tp = Partial(), [Shard(0)] * len(axes.sharded), axes.tp
+    shard, tp = [Shard(0)] * len(axes.sharded), axes.tp
     experts, choices = names.experts, f"{names.experts}.<in:{names.index}>"
     plan.shard(rf"{experts}\.\w+", shard, axes.sharded)
     if not axes.dispatched:
         plan.index(choices, shard, axes.sharded, count="num_experts", flag="_is_expert_parallel")
         for axis in (axis for axis in axes.sharded if axis != tp):
-            plan.redistribute(f"{output}.<out>", part, Replicate(), axis)
-        return plan.local(experts, [part] * len(axes.summed), axes.summed)
+            plan.redistribute(f"{output}.<out>", _P, _R, axis)
+        return plan.local(experts, [_P] * len(axes.summed), axes.summed)
     plan.dispatch(choices, shard, axes.sharded, weights=names.weights, count="num_experts")
     if tp in axes.dispatched:
-        plan.annotate(rf"{names.mlp}\.{names.router}\..*\.grad", part, tp)
+        plan.annotate(rf"{names.mlp}\.{names.router}\..*\.grad", _P, tp)
         return plan.local(names.mlp, Shard(1), tp)
-    placed = shard + [part] * len(axes.summed)
+    placed = shard + [_P] * len(axes.summed)
     return plan.local(experts, placed, [*axes.dispatched, *axes.summed])

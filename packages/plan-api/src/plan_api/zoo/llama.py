@@ -53,8 +53,9 @@ def llama(
 
     Args:
         mesh: with the axes that are named.
-        tp: the axis of tensor parallelism; heads and key-value heads have to be multiples of its
-            size, or `parallelize` refuses, and the hidden size of the MLP should be. None: none.
+        tp: the axis of tensor parallelism; None: none. In Eager its size has to divide the numbers
+            of heads and key-value heads, or `parallelize` refuses; in static mode ranks may have
+            different numbers of them. It should divide the hidden size of the MLP.
         dp: the axis along which batches are sharded, or several; None: none.
         sp: whether hidden states between attention and MLP are sharded on the sequence, on ``tp``.
         cp: the axis along which sequences are sharded, everywhere (`Plan.sequence`), before ``tp``

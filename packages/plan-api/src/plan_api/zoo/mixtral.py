@@ -43,6 +43,6 @@ def mixtral(
     check_options("mixtral", tp, sp=sp, loss_parallel=loss_parallel)
     axes = expert_axes("mixtral", tp, dp, sp, ep)
     plan = decoder(mesh, tp, dp, sp, loss_parallel, axes.mlp_grad)
-    if names_of(dp) and tp not in axes.dispatched:  # there routers run on local tensors
+    if names_of(dp) and tp not in axes.dispatched:  # else routers run on local tensors
         plan.annotate("<out:router_logits>", [Shard(0)] * len(names_of(dp)), names_of(dp))
     return add_experts(plan, axes, gated="mixtral")

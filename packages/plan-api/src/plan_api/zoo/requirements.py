@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -43,7 +43,6 @@ class ExpertAxes:
         dispatched: the same axes, if they shard tokens, which are dispatched then; or none.
         summed: axes along which each rank has a part of an expert's output for a token.
         replicated: axes of data parallelism along which experts are replicated.
-        outputs: the placements of the outputs of experts that are not sharded by number, by axis.
         tp: the axis of tensor parallelism.
     """
 
@@ -51,7 +50,6 @@ class ExpertAxes:
     dispatched: Sequence[str]
     summed: Sequence[str]
     replicated: Sequence[str]
-    outputs: Mapping[str, Placement]
     tp: str | None
 
     @property
@@ -88,15 +86,12 @@ def expert_axes(name: str, tp: str | None, dp: Axes, sp: bool, ep: Axes) -> Expe
         if axis is not None and axis not in dispatched
     ]
     replicated = [axis for axis in data if axis not in sharded]
-    outputs: dict[str, Placement] = dict.fromkeys(summed, Partial())
-    if not summed:
-        outputs = dict.fromkeys(data, Shard(0))
-    return ExpertAxes(sharded, dispatched, summed, replicated, outputs, tp)
+    return ExpertAxes(sharded, dispatched, summed, replicated, tp)
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """ContextParallel parallelism of a plan.
+    """Context parallelism of a plan.
 
     Attributes:
         axis: along which sequences are sharded.
