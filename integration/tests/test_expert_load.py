@@ -1,12 +1,16 @@
 """The load of experts in the records of a run: one device's, under any product."""
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import integration.data
 from integration.train.config import TrainConfig
+from integration.train.measurement.expert_load import ExpertLoad, shares
 from integration.train.metrics import read_metrics
-from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, run_ranks
+from testkit import run_ranks
 
 TEXT = integration.data.__path__[0]
 ONE = {"data": TEXT, "steps": 2, "global_batch": 8, "micro_batch": 8, "final_checkpoint": False}
@@ -26,8 +30,29 @@ def _run(runs):
         Trainer(prepare(config, world.size), world).run(StopRequest())
 
 
+class TopKRouter(nn.Module):
+    """Chooses the first two of three experts for each token."""
+
+    num_experts = 3
+
+    def forward(self, tokens):
+        return tokens, tokens, torch.tensor([[0, 1]] * len(tokens))
+
+
+def test_forwards_of_a_step_are_counted_once_though_backward_recomputes_them():
+    model = nn.Sequential(nn.Linear(2, 2), TopKRouter())
+    load = ExpertLoad(model, "cpu")
+    tokens = torch.ones(5, 2, requires_grad=True)
+    for _ in range(2):
+        with load.step():
+            for _ in range(2):  # microbatches
+                checkpoint(model, tokens, use_reentrant=False)[0].sum().backward()
+        model(tokens)  # as an evaluation
+        assert load.counts.tolist() == [[10, 10, 0]]
+    assert shares(load.counts) == [[0.5, 0.5, 0.0]]
+
+
 @pytest.mark.ranks
-@pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
 def test_shares_of_experts_are_those_of_one_device(tmp_path):
     plan = {"model": "mixtral-tiny", "system": "plan"}
     runs = {

@@ -15,7 +15,7 @@ from integration.sampling import main as sample
 from integration.train.checkpoint.checkpoint import FOLDER
 from integration.train.config import TrainConfig
 from integration.train.validation import validate
-from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, run_ranks
+from testkit import run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TEXT = Path(integration.data.__file__).parent
@@ -123,7 +123,6 @@ ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
 @pytest.mark.ranks
-@pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
 def test_the_loss_of_a_mixtrals_routers_is_that_of_one_device(train_runs, tmp_path):
     model = str(written(MixtralConfig(**SIZES, num_local_experts=4, **ROUTER_LOSS), tmp_path))
     without = str(written(MixtralConfig(**SIZES, num_local_experts=4), tmp_path / "without"))

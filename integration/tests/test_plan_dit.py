@@ -25,11 +25,10 @@ from plan_api import (
     typecheck,
     zoo,
 )
-from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
+from testkit import fake_mesh, models, run_ranks
 from testkit.inspection.dtensor_operators import DTensorOperators
 
 STEPS = 8
-needs_flattening = pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
 
 
 def small_dit(**changes):
@@ -88,7 +87,6 @@ def drawn_again(model):
 
 
 @pytest.mark.ranks
-@needs_flattening
 @pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_a_dit_trains_as_on_one_device(shape):
     """With sequence parallelism and without; parameters and dropout are drawn on the mesh."""
@@ -148,7 +146,6 @@ def _train_in(mode, mesh, sp):
 
 
 @pytest.mark.ranks
-@needs_flattening
 @pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_static_mode_trains_a_dit_bit_for_bit_as_eager(shape):
     """Steps of AdamW with dropout."""
@@ -177,7 +174,6 @@ def _without_reductions(plan):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@needs_flattening
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize("plan_of", [dit_plan, lambda mesh: _without_reductions(dit_plan(mesh))])
 def test_generated_plans_of_a_dit_train_twenty_steps_to_the_bits_of_eager(plan_of, shape):
@@ -207,7 +203,6 @@ def test_generated_plans_of_a_dit_train_twenty_steps_to_the_bits_of_eager(plan_o
 
 
 @pytest.mark.ranks
-@needs_flattening
 @pytest.mark.parametrize("rules", [True, False], ids=["dtensor-rules", "torch alone"])
 def test_no_operator_takes_a_dtensor_in_a_static_step_of_a_dit(rules):
     """In forward, backward, optimizer and zero_grad of three steps."""
@@ -270,7 +265,6 @@ WRONG = {
 
 
 @pytest.mark.ranks
-@needs_flattening
 def test_plans_of_a_dit_with_one_wrong_line_are_refused_in_the_first_step_by_site():
     def check():
         meshes = {

@@ -14,14 +14,12 @@ class DecoderShape(ModelShape):
     """Sizes of a decoder; fields are named as in ``transformers.LlamaConfig``.
 
     Attributes:
-        config_class: name of the configuration in transformers.
-        model_class: name of the model there.
+        model_class: name of the model in transformers, which names its configuration.
     """
 
     tensor_parallel_sizes: ClassVar[tuple[str, ...]] = (
         "num_attention_heads", "num_key_value_heads", "intermediate_size",
     )  # fmt: skip
-    config_class: ClassVar[str]
     model_class: ClassVar[str]
 
     hidden_size: int
@@ -53,8 +51,8 @@ class DecoderShape(ModelShape):
         # Imported on use, as it takes seconds and options are validated without a model.
         import transformers
 
-        config = getattr(transformers, self.config_class)(**self.options(dropout=dropout))
-        model: nn.Module = getattr(transformers, self.model_class)(config)
+        make: Any = getattr(transformers, self.model_class)
+        model: nn.Module = make(make.config_class(**self.options(dropout=dropout)))
         return model.train()
 
 
@@ -74,7 +72,6 @@ class LlamaShape(DecoderShape):
     """Sizes of a ``LlamaForCausalLM``."""
 
     family: ClassVar[str] = "llama"
-    config_class: ClassVar[str] = "LlamaConfig"
     model_class: ClassVar[str] = "LlamaForCausalLM"
 
 
@@ -83,7 +80,6 @@ class Qwen3Shape(DecoderShape):
     """Sizes of a ``Qwen3ForCausalLM``."""
 
     family: ClassVar[str] = "qwen3"
-    config_class: ClassVar[str] = "Qwen3Config"
     model_class: ClassVar[str] = "Qwen3ForCausalLM"
 
     head_dim: int = 16
@@ -94,7 +90,6 @@ class Gemma3Shape(DecoderShape):
     """Sizes of a ``Gemma3ForCausalLM``; layers of sliding and of full attention alternate."""
 
     family: ClassVar[str] = "gemma3"
-    config_class: ClassVar[str] = "Gemma3TextConfig"
     model_class: ClassVar[str] = "Gemma3ForCausalLM"
 
     head_dim: int = 16
@@ -113,7 +108,6 @@ class MixtralShape(ExpertsShape):
     """Sizes of a ``MixtralForCausalLM``."""
 
     family: ClassVar[str] = "mixtral"
-    config_class: ClassVar[str] = "MixtralConfig"
     model_class: ClassVar[str] = "MixtralForCausalLM"
 
     def options(self, *, dropout: float) -> dict[str, Any]:
@@ -126,7 +120,6 @@ class Qwen3MoeShape(ExpertsShape):
     """Sizes of a ``Qwen3MoeForCausalLM``; all layers have experts."""
 
     family: ClassVar[str] = "qwen3_moe"
-    config_class: ClassVar[str] = "Qwen3MoeConfig"
     model_class: ClassVar[str] = "Qwen3MoeForCausalLM"
     tensor_parallel_sizes = ("num_attention_heads", "num_key_value_heads", "moe_intermediate_size")
 
@@ -143,7 +136,6 @@ class GptOssShape(ExpertsShape):
     """Sizes of a ``GptOssForCausalLM``; layers of sliding and of full attention alternate."""
 
     family: ClassVar[str] = "gpt_oss"
-    config_class: ClassVar[str] = "GptOssConfig"
     model_class: ClassVar[str] = "GptOssForCausalLM"
 
     head_dim: int = 16
@@ -166,7 +158,6 @@ class DeepseekV3Shape(ExpertsShape):
     """Sizes of a ``DeepseekV3ForCausalLM``; the first layers have no experts."""
 
     family: ClassVar[str] = "deepseek_v3"
-    config_class: ClassVar[str] = "DeepseekV3Config"
     model_class: ClassVar[str] = "DeepseekV3ForCausalLM"
     tensor_parallel_sizes = (
         "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size",

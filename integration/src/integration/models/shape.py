@@ -18,8 +18,8 @@ class ModelShape(ABC):
         family: models of one family have the same plans.
         modality: kind of training data.
         layers: path of the list of repeated layers.
-        tensor_parallel_sizes: fields that must be divisible by the tensor parallel degree, but in
-            static mode.
+        tensor_parallel_sizes: fields that must be divisible by the tensor parallel degree, except
+            in static mode.
         loss_unit: unit of the loss.
         tolerance: largest difference of a loss from one device's that rounding explains within
             tens of steps.

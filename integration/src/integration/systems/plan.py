@@ -74,10 +74,10 @@ class PlanSystem(System):
                 f"--cp: expected a {' or '.join(_CONTEXT_PARALLEL)}, whose attention it supports,"
                 f" got a {shape.family}; leave it out"
             )
-        # In static mode ranks may have different numbers of heads, but in phases of one dim, and
-        # where one projection makes the keys and values of a head, which have different sizes.
-        has_units = shape.family != "deepseek_v3"
-        if not degrees.static or degrees.zero3 or not has_units:
+        # Static mode divides heads unevenly, too. Phases (ZeRO-3) do not, nor plans of DeepSeek-V3,
+        # whose kv_b_proj has the keys and the values of a head, which are of different sizes.
+        divides_unevenly = degrees.static and not degrees.zero3 and shape.family != "deepseek_v3"
+        if not divides_unevenly:
             fields = shape.tensor_parallel_sizes
             require_divisors(shape, fields, "--tp", degrees.tp, degrees.fitting("tp"))
         if degrees.cp_method == "ulysses" and isinstance(shape, DecoderShape):

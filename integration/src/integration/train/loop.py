@@ -268,8 +268,8 @@ class Trainer:
         counted = self.step + 1
         with self._collectives.step(counted):
             loss = self._backward()
-        # One small reduction sums the loss, the stop requests, so that all ranks leave the loop
-        # after the same step, and the load of experts.
+        # One small reduction sums the loss, the load of experts, and the stop requests, so that all
+        # ranks leave the loop after the same step.
         counts = self._load.counts
         stopping = torch.full_like(loss, stop.requested)
         shared = torch.cat([torch.stack([loss, stopping]), counts.flatten().to(loss.dtype)])

@@ -26,8 +26,8 @@ class ExpertLoad:
     def __init__(self, model: nn.Module, device: torch.device | str) -> None:
         routers = [module for module in model.modules() if _is_router(module)]
         experts = {int(module.num_experts) for module in routers}  # type: ignore[arg-type]
-        self._counts = torch.zeros(len(routers), max(experts, default=0), device=device)
-        self._counts = self._counts.to(torch.int64)
+        shape = (len(routers), max(experts, default=0))
+        self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self._counting = False
         for layer, router in enumerate(routers):
             router.register_forward_hook(self._hook(layer))

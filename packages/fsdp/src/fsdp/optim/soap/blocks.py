@@ -22,7 +22,7 @@ from fsdp.optim.soap.eigenbasis import BlockState
 from fsdp.optim.tensors import local_of
 
 __all__ = [
-    "Block", "block_ranges", "block_state", "blocks_of", "new_state", "soap_cost",
+    "MatrixBlock", "block_ranges", "block_state", "blocks_of", "new_state", "soap_cost",
     "split_into_strips",
 ]  # fmt: skip
 
@@ -30,7 +30,7 @@ _STATE_NAMES = [field.name for field in fields(BlockState)]
 
 
 @dataclass(frozen=True)
-class Block:
+class MatrixBlock:
     """The rows and columns of a block in its strip."""
 
     rows: range
@@ -47,10 +47,10 @@ def block_ranges(length: int, block_size: int) -> list[range]:
     return [range(start, min(start + block_size, length)) for start in range(0, length, block_size)]
 
 
-def blocks_of(shape: tuple[int, int], block_size: int) -> list[Block]:
+def blocks_of(shape: tuple[int, int], block_size: int) -> list[MatrixBlock]:
     """Returns the blocks of a strip or matrix of this shape, those of the first rows first."""
     return [
-        Block(rows, columns)
+        MatrixBlock(rows, columns)
         for rows in block_ranges(shape[0], block_size)
         for columns in block_ranges(shape[1], block_size)
     ]

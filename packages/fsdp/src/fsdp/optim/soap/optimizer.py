@@ -17,7 +17,7 @@ from fsdp.optim.matrix.optimizer import MatrixOptimizer, ParamGroup
 from fsdp.optim.matrix.split import SplitOption
 from fsdp.optim.matrix.state import state_dtype
 from fsdp.optim.soap.blocks import (
-    Block,
+    MatrixBlock,
     block_state,
     blocks_of,
     new_state,
@@ -218,7 +218,7 @@ class SOAP(MatrixOptimizer):
         counts = accumulate((len(self._blocks_of(strip)) for strip in strips), initial=0)
         return {strip.index: first for strip, first in zip(strips, counts, strict=False)}
 
-    def _blocks_of(self, strip: MatrixTask) -> list[Block]:
+    def _blocks_of(self, strip: MatrixTask) -> list[MatrixBlock]:
         return blocks_of(strip.matrix.shape, self._block_size)
 
     def _check_state(self) -> None:
@@ -235,7 +235,7 @@ class SOAP(MatrixOptimizer):
                 check_state_sharding({param: state}, self._names, self.optimizer_name)
 
 
-def _description(strip: MatrixTask, block: Block) -> str:
+def _description(strip: MatrixTask, block: MatrixBlock) -> str:
     rows, columns = block.rows, block.columns
     part = "" if len(rows) == strip.matrix.shape[0] else f"rows {rows.start} to {rows.stop - 1}, "
     return f"{strip.matrix.name!r}, {part}columns {columns.start} to {columns.stop - 1}"
