@@ -65,11 +65,14 @@ class Matrix:
 
     @property
     def elements_of_all(self) -> tuple[int, ...]:
-        """`elements_by_rank`, or zeros where it differs between ranks of inner axes."""
+        """`elements_by_rank` for all ranks of inner axes alike: zeros if these divide unevenly."""
         mesh = self.mesh
-        if mesh is None or even_shape(self.shape, mesh.shape, self.placements) is not None:
-            return self.elements_by_rank
-        return (0,) * len(self.elements_by_rank)
+        parts = math.prod(
+            1 if mesh is None or dim_of(placement) is None else mesh.size(axis)
+            for axis, placement in enumerate(self.placements)
+        )
+        is_even = parts * math.prod(self.base_shape) == math.prod(self.shape)
+        return self.elements_by_rank if is_even else (0,) * len(self.elements_by_rank)
 
     @property
     def has_all_rows(self) -> bool:
