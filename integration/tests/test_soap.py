@@ -3,8 +3,8 @@
 The gradient of a matrix of r x c has at most min(r, c) singular values that are not zero, so that
 one of its preconditioners has eigenvectors that only rounding determines, and SOAP's updates depend
 on them: losses differ by up to 6e-4 from the third step on, in float64 as well, and by up to 1.1e-3
-with experts. In blocks that are square (32 x 32) the eigenvectors are determined, and losses in
-float64 are within 2e-12.
+with experts, whose router is such a matrix. In blocks that are square (32 x 32, with 32 experts) the
+eigenvectors are determined, and losses in float64 are within 2e-12.
 """
 
 import functools
@@ -14,12 +14,13 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import MixtralConfig
 
 from integration.train.config import TrainConfig
 from testkit import run_ranks
 
 STEPS = 6
-TOLERANCE = {"llama-tiny": 1e-3, "mixtral-tiny": 2e-3}  # with experts choices differ, too
+TOLERANCE = {"llama-tiny": 1e-3, "mixtral-tiny": 2e-3}
 OF_FLOAT64 = 1e-11
 PRODUCTS = {
     "ddp": {"system": "ddp"},
@@ -35,6 +36,11 @@ PRODUCTS = {
 }
 # Of which gradients are reduced in float64.
 EXACT = ("ddp", "plan, FSDP", "plan, ZeRO-3 by phases", "plan, TP")
+EXACT_WITH_EXPERTS = ("plan, FSDP", "plan, EP")
+EXPERTS = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 256, "num_local_experts": 32, "sliding_window": None,
+}  # fmt: skip
 RUN = {"optimizer": "soap", "micro_batch": 2}
 
 
@@ -61,6 +67,7 @@ def _exact_losses(product, out):
     """Trains in float64, RMSNorm and loss included, with SOAP of square blocks."""
     import torch.distributed as dist
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 
     import fsdp.optim
     from integration.train.launch.world import World
@@ -75,7 +82,12 @@ def _exact_losses(product, out):
     def single(tensor):
         return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
 
-    build, soap = parallel_model.build_model, fsdp.optim.SOAP
+    def build(*args, **options):
+        model = native_build(*args, **options).double()
+        model.set_experts_implementation("eager")  # torch's grouped product takes no float64
+        return model
+
+    native_build, soap = parallel_model.build_model, fsdp.optim.SOAP
     restore_torch()
     world = World(dist.get_rank(), dist.get_world_size())
     config = TrainConfig(
@@ -83,9 +95,10 @@ def _exact_losses(product, out):
     )
     with ExitStack() as stack:
         for target, name, value in (
-            (parallel_model, "build_model", lambda *args, **how: build(*args, **how).double()),
+            (parallel_model, "build_model", build),
             (fsdp.optim, "SOAP", functools.partial(soap, block_size=32)),
             (LlamaRMSNorm, "forward", norm),
+            (MixtralRMSNorm, "forward", norm),
             (torch.Tensor, "float", single),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
@@ -103,6 +116,17 @@ def test_losses_in_float64_are_equal_where_eigenvectors_are_determined(tmp_path)
     assert expected[0] - expected[-1] > 0.1
     for name in EXACT:
         losses = run_ranks(_exact_losses, 2, PRODUCTS[name], tmp_path)[0]
+        assert losses == pytest.approx(expected, rel=0, abs=OF_FLOAT64), name
+
+
+@pytest.mark.ranks
+def test_losses_of_experts_in_float64_are_equal_where_eigenvectors_are_determined(tmp_path):
+    MixtralConfig(**EXPERTS).save_pretrained(tmp_path)
+    run = {"model": str(tmp_path / "config.json"), "global_batch": 32, "micro_batch": 8}
+    expected = run_ranks(_exact_losses, 1, run, tmp_path)[0]
+    assert expected[0] - expected[-1] > 0.1
+    for name in EXACT_WITH_EXPERTS:
+        losses = run_ranks(_exact_losses, 2, PRODUCTS[name] | run, tmp_path)[0]
         assert losses == pytest.approx(expected, rel=0, abs=OF_FLOAT64), name
 
 
