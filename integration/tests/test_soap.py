@@ -3,8 +3,8 @@
 The gradient of a matrix of r x c has at most min(r, c) singular values that are not zero, so that
 one of its preconditioners has eigenvectors that only rounding determines, and SOAP's updates depend
 on them: losses differ by up to 6e-4 from the third step on, in float64 as well, and by up to 1.1e-3
-with experts, whose router is such a matrix. In blocks that are square (32 x 32, with 32 experts) the
-eigenvectors are determined, and losses in float64 are within 2e-12.
+with experts, whose router is such a matrix. In blocks that are square (32 x 32, with 32 experts)
+the eigenvectors are determined, and losses in float64 are within 2e-12.
 """
 
 import functools

@@ -11,9 +11,11 @@ from plan_api.inspect.explain import Explanation, explain, print_explanation
 from plan_api.lowering.fully_shard import entry_with_values
 from plan_api.lowering.lower import lower
 from plan_api.lowering.stage import entries_of_stage
+from plan_api.spec.arguments import Axes
+from plan_api.spec.axes import resolve_axes
 from plan_api.spec.plan_entries import PlanEntries
 from plan_api.spec.serialization import entries_from_json, entries_to_json
-from plan_api.spec.tp_plan import add_tp_plan
+from plan_api.spec.transformers_plans import TransformersAxes, add_transformers_plans
 
 __all__ = ["Plan"]
 
@@ -107,19 +109,39 @@ class Plan(PlanEntries):
         return plan
 
     @classmethod
-    def from_tp_plan(cls, model: nn.Module, mesh: DeviceMesh, tp: str = "tp") -> Self:
-        """Makes a plan from the `_tp_plan` of a transformers model, its tensor parallelism.
+    def from_tp_plan(
+        cls,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        tp: str | None = "tp",
+        *,
+        dp: Axes = None,
+        ep: str | None = None,
+        fsdp: Axes = None,
+    ) -> Self:
+        """Makes a plan from those that a transformers model brings along.
 
-        Join it with entries for other axes, such as the batch's, by ``|``.
+        Batches are sharded along ``dp``, ``ep`` and ``fsdp``. Join it with further entries, such as
+        the loss's, by ``|``.
 
         Args:
             model: of transformers; it is not changed.
-            mesh: with the axis.
-            tp: the axis of tensor parallelism.
+            mesh: with the axes.
+            tp: the axis of its `_tp_plan`, which shards modules; None: none.
+            dp: further axes along which batches are sharded; None: none.
+            ep: the axis of its `_ep_plan`, which shards experts by number and dispatches tokens to
+                them; None: none.
+            fsdp: the axes of its `_fsdp_plan`, along which fully_shard shards the parameters of
+                each of its modules; several are flattened. None: none.
 
         Raises:
-            ValueError: the model has none, or one with an unknown style; the mesh lacks the axis.
+            ValueError: the model lacks one of these, or has one with an unknown style; the mesh
+                lacks an axis.
         """
-        plan = cls(mesh)
-        add_tp_plan(plan, model, tp)
+        plan, what = cls(mesh), "from_tp_plan"
+        sharded = resolve_axes(() if fsdp is None else fsdp, mesh, what)
+        others = [*resolve_axes(() if dp is None else dp, mesh, what), ep]
+        data = [axis for axis in plan.axes if axis in (*sharded, *others)]
+        axes = TransformersAxes(tp, ep, sharded, data)
+        add_transformers_plans(plan, model, axes)
         return plan

@@ -77,10 +77,10 @@ def test_torchs_names_are_restored():
 
 def test_a_name_that_others_have_replaced_since_is_left():
     intercepted(F.silu, SILU)
-    theirs = F.silu = lambda x: x
+    replaced = F.silu = lambda x: x
     try:
         function_calls.remove_redirects()
-        assert F.silu is theirs
+        assert F.silu is replaced
     finally:
         F.silu = SILU
 

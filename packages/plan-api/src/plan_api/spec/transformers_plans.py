@@ -1,0 +1,297 @@
+"""The parallelism that transformers models define, as entries of a plan.
+
+A model's `_tp_plan` gives modules a style each, as in ``{"model.layers.*.mlp.up_proj": "colwise"}``
+(transformers/distributed/tensor_parallel.py); the placements here are what a style does to weights,
+inputs and outputs. Its `_ep_plan` names the experts that are sharded by number, to which tokens are
+dispatched, and its `_fsdp_plan` the modules that fully_shard is applied to, one by one
+(transformers/distributed/fsdp.py). Its `_pp_plan` says which tensors its parts pass on, which a
+plan takes from the stages' own code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
+
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from plan_api.spec.placements import interleaved_shard
+from plan_api.spec.plan_entries import PlanEntries
+
+__all__ = ["TransformersAxes", "add_transformers_plans"]
+
+# By tensor of a module; dim 0 of the weight of a Linear is its output dim.
+_Style = Callable[[], Mapping[str, Placement]]
+_COLUMNS: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0), "<in>": Replicate()}
+_ROWS: dict[str, Placement] = {"weight": Shard(1), "<out>": Replicate()}
+_REPLICATED: dict[str, Placement] = {"<in>": Replicate(), "<out>": Replicate()}
+_STYLES: dict[str, _Style] = {
+    "colwise": lambda: _COLUMNS,
+    "colwise_rep": lambda: _COLUMNS | {"<out>": Replicate()},
+    "colwise_gather_output": lambda: _COLUMNS | {"<out>": Replicate()},
+    "rowwise": lambda: _ROWS,
+    "rowwise_rep": lambda: _ROWS,
+    "rowwise_split_input": lambda: _ROWS,
+    "packed_colwise": lambda: (
+        _COLUMNS | dict.fromkeys(("weight", "bias"), interleaved_shard(0, 2, "tp_plan"))
+    ),
+    "embedding_rowwise": lambda: _REPLICATED | {"weight": Shard(0)},
+    "embedding_colwise": lambda: _REPLICATED | {"weight": Shard(1)},
+    "sequence_parallel": lambda: {"<in>": Shard(1)},
+    "all_reduce": lambda: {"<out>": Replicate()},
+    # A replicated DTensor is this by itself, and its gradient.
+    "replicate": dict,
+    "replicated_with_grad_allreduce": dict,
+}
+# Of experts, whose fused projections are parameters of (experts, out, in) in a module without
+# Linears: by the style that a rule for a parameter has.
+_EXPERTS = "moe_tp_experts"
+_DISPATCHED = "ep_dispatch_experts"
+_BY_NUMBER = "grouped_gemm"  # of parameters of dispatched experts
+_EXPERT_PARAMS: dict[str, Callable[[], Placement]] = {
+    "packed_colwise": lambda: interleaved_shard(1, 2, "tp_plan"),
+    "colwise": lambda: Shard(1),
+    "rowwise": lambda: Shard(2),
+}
+# Projections of attention to heads and from them, with the dim of the weight that heads are in.
+_HEADS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
+_GROUPS = "num_key_value_groups"
+_MODEL_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "labels")
+_MADE_BY_MODEL = ("attention_mask", "position_ids")  # as plain tensors
+# Of fully_shard: whether a module's parameters are gathered again in backward.
+_RESHARDS: dict[str, bool | None] = {"free_full_weight": None, "keep_full_weight": False}
+
+
+@dataclass(frozen=True)
+class TransformersAxes:
+    """The axes of the parallelism that a model defines.
+
+    Attributes:
+        tp: of its `_tp_plan`; None: it has no tensor parallelism.
+        ep: of its `_ep_plan`; None: each rank has all experts, or a part of each.
+        fsdp: of its `_fsdp_plan`; none: parameters are not fully sharded.
+        data: along which batches are sharded, in the order of the mesh; ``ep`` and ``fsdp`` too.
+    """
+
+    tp: str | None
+    ep: str | None
+    fsdp: Sequence[str]
+    data: Sequence[str]
+
+
+def add_transformers_plans(plan: PlanEntries, model: nn.Module, axes: TransformersAxes) -> None:
+    """Adds a model's own parallelism to a plan.
+
+    Args:
+        plan: to which entries are added.
+        model: of transformers.
+        axes: of the plan's mesh.
+
+    Raises:
+        ValueError: the model lacks the definition for an axis, or has one with an unknown style;
+            names the style and the module.
+    """
+    modules = dict(model.named_modules())
+    tp, data = axes.tp, axes.data
+    for path, argument in dict.fromkeys(_plain_inputs(modules)):
+        where = f"{path}.<in:{argument}>" if path else f"<in:{argument}>"
+        along = [*data, *([] if tp is None else [tp])]
+        sharded = Replicate() if path else Shard(0)
+        plan.shard(where, [sharded if axis in data else Replicate() for axis in along], along)
+    styles = {} if tp is None else _rules(model, "_tp_plan", "tensor parallelism", "tp")
+    if tp is not None:
+        _add_tp_plan(plan, model, modules, styles, tp)
+    by_number: Mapping[str, str] = getattr(model, "_ep_plan", None) or {}
+    if axes.ep is not None:
+        by_number = _rules(model, "_ep_plan", "expert parallelism", "ep")
+        _add_sharded_experts(plan, model, by_number, axes.ep)
+    of_experts = {
+        rule
+        for rule, style in (*styles.items(), *by_number.items())
+        if style in (_EXPERTS, _DISPATCHED)
+    }
+    experts = []
+    for rule in sorted(of_experts):
+        if matched := [*_matching(rule, modules).values()]:
+            experts.append(_pattern(rule))
+            _add_experts(plan, experts[-1], matched, axes, parts=styles.get(rule) == _EXPERTS)
+    if axes.fsdp:
+        _add_fsdp_plan(plan, model, modules, axes, experts)
+
+
+def _rules(model: nn.Module, name: str, kind: str, option: str) -> Mapping[str, str]:
+    rules: Mapping[str, str] = getattr(model, name, None) or {}
+    if not rules:
+        raise ValueError(
+            f"from_tp_plan: expected a model with a {name}, as transformers' models with {kind} "
+            f"have it, got {type(model).__name__}; leave {option} out, write a plan, or use one of "
+            f"plan_api.zoo"
+        )
+    return rules
+
+
+def _pattern(rule: str) -> str:
+    return re.escape(rule).replace(r"\*", r"\d+")
+
+
+def _matching(rule: str, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    pattern = re.compile(_pattern(rule))
+    return {name: module for name, module in modules.items() if pattern.fullmatch(name)}
+
+
+def _add_tp_plan(
+    plan: PlanEntries,
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    rules: Mapping[str, str],
+    tp: str,
+) -> None:
+    for rule, style in rules.items():
+        pattern, matched = _pattern(rule), _matching(rule, modules)
+        if matched and style == _EXPERTS:
+            continue  # experts are added for all axes at once
+        if style in _EXPERT_PARAMS and rules.get(rule.rpartition(".")[0]) == _EXPERTS:
+            if any(re.fullmatch(pattern, name) for name, _ in model.named_parameters()):
+                plan.shard(pattern, _EXPERT_PARAMS[style](), tp)
+            continue
+        if style not in _STYLES or not matched:
+            _refuse(rule, style, model, (*_STYLES, _EXPERTS))
+            continue  # the rule is for a part that this model does not have
+        units = {_unit_of_heads(name, modules) for name in matched}
+        unit = units.pop() if len(units) == 1 else None
+        for tensor, placement in _STYLES[style]().items():
+            if tensor.startswith("<"):
+                plan.shard(f"{pattern}.{tensor}", placement, tp)
+            elif any(getattr(module, tensor, None) is not None for module in matched.values()):
+                of_heads = unit if type(placement) is Shard else None
+                plan.shard(rf"{pattern}\.{tensor}", placement, tp, unit=of_heads)
+
+
+def _add_sharded_experts(
+    plan: PlanEntries, model: nn.Module, rules: Mapping[str, str], ep: str
+) -> None:
+    """Shards the parameters of experts by number."""
+    names = [name for name, _ in model.named_parameters()]
+    for rule, style in rules.items():
+        if style not in (_DISPATCHED, _BY_NUMBER):
+            _refuse(rule, style, model, (_DISPATCHED, _BY_NUMBER))
+        elif style == _BY_NUMBER and any(re.fullmatch(_pattern(rule), name) for name in names):
+            plan.shard(_pattern(rule), Shard(0), ep)
+
+
+def _add_experts(
+    plan: PlanEntries,
+    pattern: str,
+    experts: Sequence[nn.Module],
+    axes: TransformersAxes,
+    *,
+    parts: bool,
+) -> None:
+    """Runs experts on local tensors.
+
+    Args:
+        plan: to which entries are added.
+        pattern: of the experts' paths.
+        experts: the modules.
+        axes: of the plan's mesh; along ``ep`` each rank has some of the experts.
+        parts: whether each rank along ``tp`` has a part of every expert, and outputs are summed.
+    """
+    whole, part = Replicate(), Partial()
+    arguments = [[*inspect.signature(module.forward).parameters] for module in experts]
+    (choices,), (weights,) = ({each[at] for each in arguments} for at in (1, 2))
+    summed = [axes.tp] if parts and axes.tp is not None else []
+    copies = [axis for axis in axes.data if axis != axes.ep]
+    if copies:
+        plan.annotate(rf"{pattern}\..*\.grad", [part] * len(copies), copies)
+    for axis in summed:
+        for argument in ("0", weights):  # tokens, and the weights of their choices
+            plan.redistribute(
+                f"{pattern}.<in:{argument}>", whole, whole, axis, grad_src=part, grad_dst=whole
+            )
+        plan.redistribute(f"{pattern}.<out>", part, whole, axis)
+    if axes.ep is not None:
+        plan.dispatch(
+            f"{pattern}.<in:{choices}>", Shard(0), axes.ep, weights=weights, count="num_experts"
+        )
+        plan.local(pattern, [Shard(0), *[part] * len(summed)], [axes.ep, *summed])
+        return
+    along = summed or copies or plan.axes
+    placement = part if summed else Shard(0) if copies else whole
+    plan.local(pattern, [placement] * len(along), along)
+
+
+def _add_fsdp_plan(
+    plan: PlanEntries,
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    axes: TransformersAxes,
+    experts: Sequence[str],
+) -> None:
+    """Applies fully_shard to the modules that a model names, and to the model.
+
+    Tied parameters are left to the model's own group, which is gathered from the first of their
+    uses to the last. Experts that are sharded by number are sharded further along the other axes.
+    """
+    if axes.ep in axes.fsdp and (others := [axis for axis in axes.fsdp if axis != axes.ep]):
+        for path in experts:
+            plan.fully_shard(path, others, flat=len(others) > 1)
+    users: Counter[int] = Counter(
+        id(param) for module in modules.values() for param in module.parameters(recurse=False)
+    )
+    for rule, style in _rules(
+        model, "_fsdp_plan", "fully sharded data parallelism", "fsdp"
+    ).items():
+        matched = _matching(rule, modules)
+        if style not in _RESHARDS:
+            _refuse(rule, style, model, _RESHARDS)
+        own = [param for module in matched.values() for param in module.parameters()]
+        if own and all(users[id(param)] == 1 for param in own):
+            plan.fully_shard(
+                _pattern(rule), axes.fsdp, flat=len(axes.fsdp) > 1,
+                reshard_after_forward=_RESHARDS[style],
+            )  # fmt: skip
+    plan.fully_shard("", axes.fsdp, flat=len(axes.fsdp) > 1)
+
+
+def _unit_of_heads(name: str, modules: Mapping[str, nn.Module]) -> str | tuple[str, ...] | None:
+    """Returns the unit of a projection to heads, or from them, of an attention with ``head_dim``.
+
+    Queries, and what is computed from them, are sharded with the keys and values of their group.
+    """
+    above, _, own = name.rpartition(".")
+    size, weight = getattr(modules[above], "head_dim", None), getattr(modules[name], "weight", None)
+    if own not in _HEADS or not isinstance(size, SupportsIndex) or weight is None:
+        return None
+    if weight.shape[_HEADS[own]] % operator.index(size):
+        return None
+    grouped = own in ("q_proj", "o_proj") and hasattr(modules[above], _GROUPS)
+    return (_GROUPS, "head_dim") if grouped else "head_dim"
+
+
+def _refuse(rule: str, style: str, model: nn.Module, known: Iterable[str]) -> None:
+    """Raises ValueError where a rule matches anything in the model."""
+    named = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    found = [name for name in named if re.fullmatch(_pattern(rule), name)]
+    if found:
+        raise ValueError(
+            f"from_tp_plan: expected a style among {', '.join(known)}, got {style!r} for {rule!r} "
+            f"({found[0]}) of {type(model).__name__}; write a plan for this model"
+        )
+
+
+def _plain_inputs(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
+    """Yields the arguments whose plain tensors meet DTensor parameters: inputs and masks."""
+    for name, module in modules.items():
+        arguments: Mapping[str, Any] = inspect.signature(module.forward).parameters
+        if not name:
+            yield from (("", argument) for argument in _MODEL_INPUTS if argument in arguments)
+        elif not any(argument in arguments for argument in _MODEL_INPUTS):
+            path = re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", re.escape(name))
+            yield from ((path, argument) for argument in _MADE_BY_MODEL if argument in arguments)
