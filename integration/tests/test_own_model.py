@@ -6,7 +6,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, MixtralConfig
+from transformers import (
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 import integration.data
 from integration.errors import UsageError
@@ -19,6 +27,7 @@ from testkit import run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TEXT = Path(integration.data.__file__).parent
+ROPE = {"rope_type": "default", "rope_theta": 777.0}
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 4, "vocab_size": 256,
@@ -33,7 +42,7 @@ def written(config, path):
 def test_a_config_is_built_with_all_of_its_entries(tmp_path):
     config = LlamaConfig(
         **SIZES, rms_norm_eps=1e-3, max_position_embeddings=99, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 777.0}, pad_token_id=5,
+        rope_parameters=ROPE, pad_token_id=5,
     )  # fmt: skip
     shape = model_shape(str(written(config, tmp_path)))
     assert isinstance(shape, LlamaShape)
@@ -46,6 +55,57 @@ def test_a_config_is_built_with_all_of_its_entries(tmp_path):
     assert found == expected
     assert built.use_cache is False
     assert shape_from(json.loads(json.dumps(asdict(shape)))) == shape
+
+
+ATTENTION = {"head_dim": 16, "num_key_value_heads": 2}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}  # fmt: skip
+FAMILIES = {
+    "qwen3": Qwen3Config(**SIZES | ATTENTION, rope_parameters=ROPE),
+    "gemma3": Gemma3TextConfig(**SIZES | ATTENTION, sliding_window=9, query_pre_attn_scalar=7),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES | ATTENTION | EXPERTS, num_experts=6, norm_topk_prob=False),
+    "gpt_oss": GptOssConfig(**SIZES | ATTENTION, num_local_experts=4, sliding_window=9),
+    "deepseek_v3": DeepseekV3Config(
+        **SIZES | EXPERTS | LATENT, n_routed_experts=4, n_group=2, topk_group=1,
+        first_k_dense_replace=1, routed_scaling_factor=1.5,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_of_the_zoo_is_built_as_its_file_says(family, tmp_path):
+    shape = model_shape(str(written(FAMILIES[family], tmp_path)))
+    assert shape.family == family
+    built = build_model(shape, seed=0).config
+    own = ("use_cache", "_attn_implementation_internal", "dtype", "architectures")
+    expected, found = (
+        {k: v for k, v in each.to_dict().items() if k not in own}
+        for each in (FAMILIES[family], built)
+    )
+    assert found == expected
+    assert shape_from(json.loads(json.dumps(asdict(shape)))) == shape
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_of_the_zoo_trains_as_one_device(family, train_runs, tmp_path):
+    run = {"model": str(written(FAMILIES[family], tmp_path)), "micro_batch": 4}
+    (expected,) = train_runs(1, [run], out=tmp_path / "one", steps=4)
+    plan = run | {"system": "plan"}
+    products = [plan | {"tp": 2}, plan | {"dp_shard": 2, "static": True}]
+    for losses in train_runs(2, products, out=tmp_path / "two", steps=4):
+        assert losses == pytest.approx(expected, rel=0, abs=6e-5)
+
+
+@pytest.mark.parametrize("changes", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
+def test_layers_without_experts_are_refused(changes, tmp_path):
+    config = Qwen3MoeConfig(**SIZES | ATTENTION | EXPERTS | changes, num_experts=6)
+    with pytest.raises(UsageError, match="expected experts in all layers, got mlp_only_layers"):
+        model_shape(str(written(config, tmp_path)))
 
 
 def test_a_mixtral_has_the_window_of_its_file(tmp_path):
@@ -67,7 +127,7 @@ def test_what_a_file_leaves_out_has_the_defaults_of_the_class(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"model_type": "gpt2"}, "expected model_type llama or mixtral, got 'gpt2'"),
+        ({"model_type": "gpt2"}, "expected model_type llama, qwen3, .*, got 'gpt2'"),
         (
             {"model_type": "llama", "attention_dropout": 0.1},
             "expected attention_dropout 0, got 0.1",

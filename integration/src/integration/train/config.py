@@ -48,7 +48,7 @@ class TrainConfig:
     model: str = "llama-10m"
     """Model: llama-10m, llama-3m, llama-tiny, llama-tied-tiny, mixtral-10m, mixtral-tiny,
     qwen3-tiny, gemma3-tiny, qwen3-moe-tiny, gpt-oss-tiny, deepseek-v3-tiny, dit-3m, dit-small or
-    dit-tiny; the path of a Hugging Face config.json of a LLaMA or Mixtral; or
+    dit-tiny; the path of a Hugging Face config.json of one of their families; or
     package.module:function, which returns an integration.models.ModelShape."""
     plan: str | None = None
     """plan: package.module:function, which is called with the mesh, the model's shape and the
