@@ -19,6 +19,7 @@ round of a step.
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from functools import cached_property
 
 import torch
 
+from fused_comm.narrow_sums import BLOCK, SendDtype, send_dtype_of
 from fused_comm.process_groups import FlatGroup, flat_group
 from fused_comm.reduction import Reduction
 from fused_comm.sharding import Slices, numel, shape_of, shard_slices
@@ -33,6 +35,26 @@ from fused_comm.sharding import Slices, numel, shape_of, shard_slices
 __all__ = ["Bucket", "BucketItem", "Route", "Slot", "ViewSpec", "plan_buckets", "route_of"]
 
 _ALIGNMENT = 16  # bytes, of slots, for vectorized kernels
+
+
+@dataclass(frozen=True)
+class RouteStep:
+    """One collective of a route.
+
+    Attributes:
+        group: of its ranks.
+        is_scattered: whether it is a reduce-scatter, rather than an all-reduce.
+        sent: the dtype in which terms are sent; None: that of the buffer.
+    """
+
+    group: FlatGroup
+    is_scattered: bool
+    sent: torch.dtype | None
+
+    def __str__(self) -> str:
+        kind = "reduce-scatter" if self.is_scattered else "all-reduce"
+        sent = "" if self.sent is None else f" in {str(self.sent).removeprefix('torch.')}"
+        return f"{kind} over {self.group.size}{sent}"
 
 
 @dataclass(frozen=True)
@@ -45,6 +67,8 @@ class Route:
         dtype: of the buffer.
         device: of the buffer.
         averaged: whether the sum is divided by the number of ranks.
+        sent: the dtypes in which the terms are sent, of the scattered groups and then of the
+            reduced ones; None is that of the buffer, as is an empty tuple for all.
     """
 
     scattered: tuple[FlatGroup, ...]
@@ -52,6 +76,28 @@ class Route:
     dtype: torch.dtype
     device: torch.device
     averaged: bool
+    sent: tuple[torch.dtype | None, ...] = ()
+
+    @cached_property
+    def steps(self) -> tuple[RouteStep, ...]:
+        """The collectives, in the order in which they are issued."""
+        groups = (*self.scattered, *self.reduced)
+        return tuple(
+            RouteStep(group, number < len(self.scattered), send)
+            for number, (group, send) in enumerate(
+                zip(groups, self.sent or [None] * len(groups), strict=True)
+            )
+        )
+
+    @cached_property
+    def has_blocks(self) -> bool:
+        """Whether terms are sent in blocks with a scale, to which all numbers of a block count."""
+        return any(send is not None and send.itemsize == 1 for send in self.sent)
+
+    @cached_property
+    def alignment(self) -> int:
+        """Elements of which the starts of slots are multiples; flags share no gradient's block."""
+        return BLOCK if self.has_blocks else max(1, _ALIGNMENT // self.dtype.itemsize)
 
     @cached_property
     def rows(self) -> int:
@@ -88,8 +134,7 @@ class Route:
         return before, self.ranks / before
 
     def __str__(self) -> str:
-        parts = [f"reduce-scatter over {group.size}" for group in self.scattered]
-        parts += [f"all-reduce over {group.size}" for group in self.reduced]
+        parts = map(str, self.steps)
         mean = ", mean" if self.averaged else ""
         return f"{', '.join(parts)}, {str(self.dtype).removeprefix('torch.')}{mean}"
 
@@ -117,6 +162,7 @@ def route_of(
     averaged: bool,
     fuse_axes: bool = True,
     timeout: datetime.timedelta | None = None,
+    send: SendDtype = None,
 ) -> Route:
     """Returns the route of a DTensor's reduction.
 
@@ -128,16 +174,30 @@ def route_of(
         averaged: whether they are divided by the number of ranks.
         fuse_axes: several axes as one group; False: a group for each.
         timeout: of the groups that are made.
+        send: the dtypes in which terms are sent, by axis; axes with different ones are not fused,
+            and those that are reduced in the dtype of the sums are reduced first.
     """
     mesh = reduction.mesh
     assert mesh is not None
 
-    def groups(axes: Sequence[int]) -> tuple[FlatGroup, ...]:
-        together = [axes] if fuse_axes else [[axis] for axis in axes]
-        return tuple(flat_group(mesh, some, timeout) for some in together if some)
+    names = mesh.mesh_dim_names or (None,) * mesh.ndim
+
+    def sent_along(axis: int) -> torch.dtype | None:
+        return send_dtype_of(send, axis, names[axis])
+
+    def groups(axes: Sequence[int]) -> list[tuple[FlatGroup, torch.dtype | None]]:
+        together = [[*some] for _, some in itertools.groupby(axes, sent_along)]
+        if not fuse_axes:
+            together = [[axis] for axis in axes]
+        return [(flat_group(mesh, some, timeout), sent_along(some[0])) for some in together]
 
     scattered = groups([one.axis for one in reduction.scattered])
-    return Route(scattered, groups(reduction.reduced), dtype, reduction.device, averaged)
+    reduced = groups(sorted(reduction.reduced, key=lambda axis: str(sent_along(axis) or "")))
+    sent = tuple(send for _, send in (*scattered, *reduced))
+    return Route(
+        tuple(group for group, _ in scattered), tuple(group for group, _ in reduced), dtype,
+        reduction.device, averaged, sent if any(sent) else (),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -253,7 +313,7 @@ def plan_buckets(items: Iterable[BucketItem], bucket_bytes: int) -> list[Bucket]
 
 def _bucket(items: Sequence[BucketItem]) -> Bucket:
     route = items[0].route
-    align = max(1, _ALIGNMENT // route.dtype.itemsize)
+    align = route.alignment
     ranges, end = [], 0
     for item in items:
         shards = _shards(item.reduction, route)

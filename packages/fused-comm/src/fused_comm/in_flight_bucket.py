@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fused_comm import _compat
 from fused_comm.bucket import Bucket, Slot
-from fused_comm.process_groups import FlatGroup
+from fused_comm.narrow_sums import NarrowSum, narrow_all_reduce, narrow_reduce_scatter
 
 __all__ = ["BucketTimes", "InFlightBucket", "any_rank_has", "pack", "shard_view"]
 
@@ -58,12 +58,8 @@ class InFlightBucket:
         self.present: set[int] = set()  # parameters with a gradient on this rank
         self._data = buffer
         self._scatter_input: torch.Tensor | None = None
-        self._work: dist.Work | None = None
-        route = bucket.route
-        self._remaining: list[tuple[FlatGroup, bool]] = [
-            *((group, True) for group in route.scattered),
-            *((group, False) for group in route.reduced),
-        ]
+        self._work: dist.Work | NarrowSum | None = None
+        self._remaining = [*bucket.route.steps]
 
     def launch(self, locals_: Mapping[int, torch.Tensor]) -> None:
         """Packs the local gradients, by parameter, and starts the first collective."""
@@ -75,8 +71,7 @@ class InFlightBucket:
 
     def advance(self) -> None:
         """Waits for the running collective and starts the next, where the bucket has several."""
-        route = self.bucket.route
-        if len(route.scattered) + len(route.reduced) > 1 and self._remaining:
+        if len(self.bucket.route.steps) > 1 and self._remaining:
             self._next()
 
     def release_input(self) -> None:
@@ -109,18 +104,27 @@ class InFlightBucket:
 
     def _start(self) -> None:
         while self._remaining and self._work is None:
-            group, scattered = self._remaining.pop(0)
-            if group.size > 1:
-                self.collectives += 1
-                send = self._reduce_scatter if scattered else self._all_reduce
-                self._work = self._with_names(partial(send, group.group))
+            step = self._remaining.pop(0)
+            if step.group.size > 1:
+                send = self._reduce_scatter if step.is_scattered else self._all_reduce
+                # A narrow all-reduce is two: of the terms, and of the sums.
+                self.collectives += 1 if step.is_scattered or step.sent is None else 2
+                self._work = self._with_names(partial(send, step.group.group, step.sent))
 
-    def _reduce_scatter(self, group: dist.ProcessGroup) -> dist.Work:
+    def _reduce_scatter(
+        self, group: dist.ProcessGroup, sent: torch.dtype | None
+    ) -> dist.Work | NarrowSum:
         self._scatter_input = self._data  # is read until the work is done
         self._data = self._scatter_input.new_empty(self._scatter_input.numel() // group.size())
+        if sent is not None:
+            return narrow_reduce_scatter(self._data, self._scatter_input, sent, group)
         return _compat.reduce_scatter(self._data, self._scatter_input, dist.ReduceOp.SUM, group)
 
-    def _all_reduce(self, group: dist.ProcessGroup) -> dist.Work:
+    def _all_reduce(
+        self, group: dist.ProcessGroup, sent: torch.dtype | None
+    ) -> dist.Work | NarrowSum:
+        if sent is not None:
+            return narrow_all_reduce(self._data.view(-1), sent, group)
         return _compat.all_reduce(self._data, dist.ReduceOp.SUM, group)
 
     def _wait(self) -> None:
@@ -162,10 +166,13 @@ def pack(
         bucket: the plan of the buffer.
         locals_: local gradients by parameter; the slots of missing ones become zero.
         buffer: of ``bucket.numel`` elements. The elements between slots, and those behind the
-            smaller shards of uneven ones, are not written: they are reduced, and never read.
+            smaller shards of uneven ones, are not written: they are reduced, and never read; they
+            are zeros where numbers are sent in blocks.
         divisor: of every gradient; a power of two.
         first_round: whether this is a step's first round.
     """
+    if bucket.route.has_blocks and bucket.route.rows > 1:
+        buffer.zero_()  # other buckets have used it
     # Exact, and as a tensor applied in a third of the time of a Python number.
     inverse = torch.tensor(1.0 / divisor, device="cpu")
     targets, sources, in_place, absent = [], [], [], []

@@ -120,6 +120,8 @@ class BufferPool:
         if allocated and not _compat.is_viewed(allocated[-1].data):
             return allocated[-1]
         allocated.append(self._allocate(bucket.numel, bucket.route.dtype, bucket.route.device))
+        if bucket.route.has_blocks:
+            allocated[-1].data.zero_()
         return allocated[-1]
 
     def release_unused(self, plan: BucketPlan, number: int, second_round: bool) -> None:

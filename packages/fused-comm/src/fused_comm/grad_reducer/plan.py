@@ -6,7 +6,7 @@ Plans are made when gradients are seen for the first time, and are the same on a
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fused_comm.agreement import check_agreement, gather_objects, ranks_differ
 from fused_comm.bucket import BucketItem, Route, route_of
 from fused_comm.grad_reducer.gradient import GradientState
+from fused_comm.narrow_sums import SendDtype
 from fused_comm.process_groups import FlatGroup, group_of_ranks
 from fused_comm.reduction import Reduction, ReductionSpec, reduction_from_spec
 from fused_comm.sharding import local_tensor
@@ -38,6 +39,7 @@ class ReducerOptions:
         op: as in `GradReducer`.
         plain_group: over which the gradients of plain tensors are reduced.
         timeout: as in `GradReducer`.
+        send_dtype: as in `GradReducer`.
     """
 
     bucket_bytes: int
@@ -47,6 +49,7 @@ class ReducerOptions:
     op: Literal["sum", "avg"] | None
     plain_group: FlatGroup | None
     timeout: datetime.timedelta | None
+    send_dtype: SendDtype = None
 
 
 def gradient_states(
@@ -73,15 +76,15 @@ def gradient_states(
 
 def agree_on_group(
     gradients: Sequence[GradientState],
-    plain_group: FlatGroup | None,
-    timeout: datetime.timedelta | None,
+    options: ReducerOptions,
 ) -> FlatGroup:
     """Returns the group of all ranks that take part in any of the reductions; all of them call.
 
     Raises:
-        ValueError: on every rank, where ranks have other parameters or another order; a plain
-            tensor without a plain group.
+        ValueError: on every rank, where ranks have other parameters or another order, or send
+            other dtypes; a plain tensor without a plain group.
     """
+    plain_group = options.plain_group
     ranks: set[int] = set() if plain_group is None else set(plain_group.ranks)
     for gradient in gradients:
         if isinstance(gradient.param, DTensor):
@@ -91,8 +94,9 @@ def agree_on_group(
                 f"GradReducer: {gradient.name!r} is a plain tensor: pass group=, the ranks over "
                 f"which its gradient is reduced"
             )
-    everyone = group_of_ranks(tuple(sorted(ranks)), timeout)
-    lines = [_description(gradient) for gradient in gradients]
+    everyone = group_of_ranks(tuple(sorted(ranks)), options.timeout)
+    sent = "" if options.send_dtype is None else f", sent in {options.send_dtype}"
+    lines = [f"{_description(gradient)}{sent}" for gradient in gradients]
     check_agreement("GradReducer", lines, everyone.group, local_tensor(gradients[0].param).device)
     return everyone
 
@@ -144,10 +148,15 @@ def bucket_item(number: int, reduction: Reduction, options: ReducerOptions) -> B
     op = options.op or ("avg" if reduction.mesh is None else "sum")
     averaged = reduction.averaged or op == "avg"
     if reduction.mesh is not None:
-        route = route_of(reduction, dtype, averaged, options.fuse_axes, options.timeout)
+        route = route_of(
+            reduction, dtype, averaged, options.fuse_axes, options.timeout, options.send_dtype
+        )
     else:
         assert options.plain_group is not None  # agree_on_group has checked it
-        route = Route((), (options.plain_group,), dtype, reduction.device, averaged)
+        # A plain group has no axes: a dtype by axis is not for it.
+        send = options.send_dtype
+        sent = () if send is None or isinstance(send, Mapping) else (send,)
+        route = Route((), (options.plain_group,), dtype, reduction.device, averaged, sent)
     return BucketItem(number, reduction, route)
 
 

@@ -36,6 +36,7 @@ from fused_comm.grad_reducer.plan import (
 )
 from fused_comm.grad_reducer.report import BucketReport, Report
 from fused_comm.in_flight_bucket import InFlightBucket, any_rank_has, shard_view
+from fused_comm.narrow_sums import SendDtype, checked_send_dtype
 from fused_comm.process_groups import flat_group_of
 from fused_comm.reduction import Reduction
 from fused_comm.sharding import local_tensor
@@ -69,6 +70,11 @@ class GradReducer:
             gradients' dtype then. Gradients that are reduce-scattered are copied as without it.
         allocate: makes the buffers, `FlatBuffer`s; by default tensors of torch's allocator.
         timeout: of the groups that are made here; by default torch's.
+        send_dtype: in which terms are sent, where that is narrower than that of the sums:
+            ``torch.bfloat16``, or a float8 dtype with a scale for each 128 elements. A mapping has
+            one for some axes, by name or number, such as those between hosts. Each term is rounded
+            once, and added in the dtype of the sums, in the order of the ranks; sums that are
+            all-reduced are rounded once more.
 
     Raises:
         ValueError: parameters that differ between ranks, on every rank; no parameters; plain
@@ -88,6 +94,7 @@ class GradReducer:
         zero_copy: bool = False,
         allocate: Allocate = allocate,
         timeout: datetime.timedelta | None = None,
+        send_dtype: SendDtype = None,
     ) -> None:
         if op not in ("sum", "avg", None):
             raise ValueError(f"GradReducer: expected op='sum', 'avg' or None, got {op!r}")
@@ -106,8 +113,9 @@ class GradReducer:
         self._options = ReducerOptions(
             int(bucket_mb * 2**20), reduce_dtype, accumulate_dtype, fuse_axes, op,
             None if group is None else flat_group_of(group), timeout,
+            checked_send_dtype("GradReducer", send_dtype),
         )  # fmt: skip
-        self._everyone = agree_on_group(self._gradients, self._options.plain_group, timeout)
+        self._everyone = agree_on_group(self._gradients, self._options)
         self._zero_copy, self._buffers = zero_copy, BufferPool(allocate, zero_copy)
         # Of gradients that any rank has had, in the order in which they are computed.
         self._known: dict[int, Reduction] = {}
