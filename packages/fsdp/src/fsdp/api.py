@@ -21,6 +21,7 @@ from fsdp import _compat
 from fsdp._compat import DataParallelMeshDims
 from fsdp.checkpoint.state_dict import register_state_dict_hooks
 from fsdp.collectives.group_layout import group_params
+from fsdp.collectives.narrow import send_dtypes
 from fsdp.collectives.resident import count_optimizer_step
 from fsdp.mesh import (
     Roles,
@@ -52,6 +53,7 @@ from fsdp.param_group import (
 from fsdp.private_names import is_replicated, register_state
 from fsdp.quantized import Tiles
 from fsdp.state import FSDPState, state_of
+from fused_comm.narrow_sums import SendDtype
 
 __all__ = [
     "GradPlacementsFn",
@@ -84,6 +86,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     placements: Roles | str | None = ...,
     strategy: Strategy = ...,
+    send_dtype: SendDtype = ...,
 ) -> FSDPModule: ...
 
 
@@ -102,6 +105,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     placements: Roles | str | None = ...,
     strategy: Strategy = ...,
+    send_dtype: SendDtype = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -119,6 +123,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     placements: Roles | str | None = None,
     strategy: Strategy = "auto",
+    send_dtype: SendDtype = None,
 ) -> Any:
     """Shards a module's parameters over a mesh, and gathers them for forward and backward.
 
@@ -172,6 +177,11 @@ def fully_shard(
             Parameters that stay unsharded refuse `reshard_after_forward`, `quantize_fn`, and
             tensors with ``fsdp_pre_all_gather``.
         strategy: of the collectives, see `DBuffer`: "auto", "native" or "exchange".
+        send_dtype: in which the terms of gradients are sent, where that is narrower than
+            ``mp_policy.reduce_dtype``, in which they are added: ``torch.bfloat16``, or a float8
+            dtype with a scale for each 128 elements. A mapping has one for some axes of the mesh,
+            by name or number, such as that of HSDP's replicas. Each term is rounded once; sums
+            over replicas are rounded once more.
 
     Returns:
         `module`, whose class is a subclass of `FSDPModule` too.
@@ -201,6 +211,7 @@ def fully_shard(
         managed, mesh, device, shard_placement_fn, quantize_fn, grad_placements_fn,
         ignored_params or set(), spmd,
     )  # fmt: skip
+    _check_send_dtypes(send_dtype, [mesh, *(param.mesh for param in params)])
     if spmd is not None:
         _average_on_spmd_mesh(params, spmd)
     roles = None if placements is None else checked_roles(placements, mesh)
@@ -212,7 +223,7 @@ def fully_shard(
         post_forward_sizes = {p.mesh: _post_forward_size(p, reshard_after_forward) for p in params}
     move_params(params, device)
     move_buffers(managed, device)
-    options = GroupOptions(device, mp_policy, offload_policy, strategy, roles)
+    options = GroupOptions(device, mp_policy, offload_policy, strategy, roles, send_dtype)
     groups = [
         _make_group(of_group, options, post_forward_sizes)
         for of_group in group_params(params, mp_policy)
@@ -337,6 +348,17 @@ def _check_options(
             f"fully_shard: ignored_params: expected a set of parameters, got "
             f"{type(ignored_params).__name__}; pass set(...)"
         )
+
+
+def _check_send_dtypes(send_dtype: SendDtype, meshes: Iterable[DeviceMesh | None]) -> None:
+    """Checks the dtypes in which gradients are sent on the meshes of a call's parameters.
+
+    Raises:
+        ValueError: one is none of them, or is for an axis that a mesh lacks.
+    """
+    for mesh in dict.fromkeys(meshes):
+        if mesh is not None:
+            send_dtypes(send_dtype, mesh)
 
 
 def _post_forward_size(param: FSDPParam, reshard_after_forward: object) -> int | None:

@@ -290,7 +290,13 @@ class FSDPModule(ModuleNames, TorchFSDPModule):
             group.collectives.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Sets torch's `ReduceScatter` object; see `set_custom_all_gather`."""
+        """Sets torch's `ReduceScatter` object; see `set_custom_all_gather`.
+
+        Raises:
+            ValueError: fully_shard has a ``send_dtype``.
+        """
+        for group in self._groups(recurse=False):
+            group.collectives.check_wide("a custom reduce-scatter")
         for group in self._groups(recurse=False):
             group.collectives.custom_reduce_scatter = comm
 

@@ -22,6 +22,7 @@ from fsdp.collectives.comm import BufferSpec, CommStreams, GroupCollectives, mer
 from fsdp.collectives.extensions import ExtensionAllGather, chunk_layout, local_chunk
 from fsdp.collectives.grad_dtype import set_unsharded_grad_dtypes
 from fsdp.collectives.group_layout import balance_owners, dtypes_of, plan_buffer, tensor_specs
+from fsdp.collectives.narrow import NarrowReductions, ranks_of, send_dtypes
 from fsdp.collectives.reduce_scatter import GradientSpec, GroupReduceScatter, ShardView
 from fsdp.collectives.resident import ChangeTracker, ReplicaGather, ResidentAllGather
 from fsdp.collectives.stages import GroupStage, group_stage
@@ -29,6 +30,7 @@ from fsdp.mesh import Roles, optimizer_mesh, sharded_placements
 from fsdp.param import FSDPParam, chunk_rows, describe, param_names
 from fsdp.quantized.all_gather import QuantizedAllGather
 from fused_comm import redistribute_many
+from fused_comm.narrow_sums import SendDtype
 from ragged_shard.planner import Layout
 
 __all__ = [
@@ -51,6 +53,7 @@ class GroupOptions:
         offload_policy: whether shards are on the host.
         strategy: of the collectives; see `DBuffer`.
         roles: of `fully_shard`'s ``placements``; None for those of FSDP2.
+        send_dtype: in which terms of gradients are sent; None for that of their sums.
     """
 
     device: torch.device
@@ -58,6 +61,16 @@ class GroupOptions:
     offload_policy: OffloadPolicy
     strategy: Strategy
     roles: Roles | None = None
+    send_dtype: SendDtype = None
+
+    def reductions_on(self, mesh: DeviceMesh) -> Strategy | NarrowReductions:
+        """Returns the collectives of gradients on a group's mesh."""
+        sent = send_dtypes(self.send_dtype, mesh)
+        if not sent:
+            return self.strategy
+        return NarrowReductions(
+            self.strategy, {ranks_of(mesh, axis): dtype for axis, dtype in sent.items()}
+        )
 
     @property
     def shard_device(self) -> torch.device:
@@ -102,7 +115,7 @@ class FSDPParamGroup(ABC):
         self.params, self.mesh, self.options = list(params), mesh, options
         self._set_dtypes(self.params[0].orig_param.dtype)
         self.annotated = [param for param in self.params if param.is_annotated]
-        self.collectives = GroupCollectives(options.strategy)
+        self.collectives = GroupCollectives(options.reductions_on(mesh))
         self.streams = CommStreams(torch.device("cpu"))  # the root's, once that is known
         self.is_unsharded = self.keep_unsharded_storage = False
         self.mixed_dtypes: tuple[str, ...] = ()  # of parameters that replaced the sharded ones

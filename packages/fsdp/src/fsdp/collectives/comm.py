@@ -24,6 +24,7 @@ from dbuffer import (
     own_row,
 )
 from fsdp._compat import AllGather, ReduceScatter
+from fsdp.collectives.narrow import NarrowReductions
 from fsdp.mesh import replica_mesh, sharded_placements
 from fsdp.param import FSDPParam, param_names
 from ragged_shard.planner import Layout, TensorSpec, plan_layout
@@ -89,8 +90,8 @@ class GroupCollectives:
         reduce_group: process group of reduce-scatters; None for the mesh's.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self.strategy: Strategy = strategy
+    def __init__(self, strategy: Strategy | NarrowReductions) -> None:
+        self.strategy = strategy
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
         self.reduce_group: dist.ProcessGroup | None = None
@@ -150,6 +151,7 @@ class GroupCollectives:
                 self.custom_reduce_scatter = None
             self._staging = None, None
             return
+        self.check_wide("memory of the process group or symmetric memory")
         if self.strategy == "exchange":
             raise ValueError(
                 "fsdp: expected strategy 'auto' or 'native' for memory of the process group or "
@@ -163,6 +165,18 @@ class GroupCollectives:
                 f"and allocate memory themselves; leave one of the two out"
             )
         self._staging = self.custom_all_gather, self.custom_reduce_scatter = gather, reduce
+
+    def check_wide(self, what: str) -> None:
+        """Refuses what replaces the reduce-scatter of gradients that are sent narrow.
+
+        Raises:
+            ValueError: fully_shard has a ``send_dtype``.
+        """
+        if isinstance(self.strategy, NarrowReductions):
+            raise ValueError(
+                f"fsdp: expected no send_dtype beside {what}, whose reduce-scatter sends the dtype "
+                f"of the sums; leave one of the two out"
+            )
 
     def _native(self, flat: torch.Tensor, axis: Axis) -> Collectives:
         return collectives_for(self.strategy, axis, flat.device)
