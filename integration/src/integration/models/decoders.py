@@ -66,6 +66,11 @@ class ExpertsShape(DecoderShape):
     num_local_experts: int = 4
     num_experts_per_tok: int = 2
 
+    @property
+    def has_routers(self) -> bool:
+        """True."""
+        return True
+
 
 @dataclass(frozen=True)
 class LlamaShape(DecoderShape):

@@ -54,6 +54,11 @@ class ModelShape(ABC):
         return self
 
     @property
+    def has_routers(self) -> bool:
+        """Whether tokens choose experts by transformers' routers."""
+        return False
+
+    @property
     def has_router_loss(self) -> bool:
         """Whether the model's loss has the auxiliary loss of its routers in it."""
         return False

@@ -57,6 +57,10 @@ def parallel_model(setup: Setup, world: World) -> ParallelModel:
         model.to(system.device.current)
         if setup.initial is not None:
             setup.initial.load(model)
+    if config.router_z_loss and config.pp_degree == 1:  # else each stage has its own
+        from plan_api import add_router_z_loss
+
+        add_router_z_loss(model, config.router_z_loss)
     model = system.parallelize(model, shape, world.size)
     if on_meta:
         if setup.initial is None:
