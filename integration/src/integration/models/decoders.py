@@ -178,6 +178,11 @@ class DeepseekV3Shape(ExpertsShape):
     qk_rope_head_dim: int = 8
     v_head_dim: int = 16
 
+    @property
+    def has_expert_biases(self) -> bool:
+        """True."""
+        return True
+
 
 def alternating_layers(number: int) -> list[str]:
     """Returns the kinds of attention of layers, the first of which has a sliding window."""

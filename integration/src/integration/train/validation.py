@@ -377,7 +377,7 @@ _ROUTER_SYSTEMS = ("single", "ddp", "fsdp2", "fsdp", "plan")
 
 def _check_router_options(config: TrainConfig, shape: ModelShape) -> None:
     """Refuses options of routers where they would have no effect."""
-    for field in ("router_z_loss",):
+    for field in ("router_z_loss", "expert_bias_rate"):
         if getattr(config, field) == _DEFAULTS[field]:
             continue
         got = _spelled(config, field)
@@ -396,7 +396,13 @@ def _check_router_options(config: TrainConfig, shape: ModelShape) -> None:
                 f"{got}: expected --compile none, got {config.compile}, as routers are inside of"
                 " compiled layers; leave either out"
             )
-        if importlib.util.find_spec("plan_api") is None:
+        if field == "expert_bias_rate":
+            if not shape.has_expert_biases:
+                raise UsageError(
+                    f"{got}: expected a model whose routers have e_score_correction_bias, such as"
+                    f" deepseek-v3-tiny, got --model {config.model}; leave it out"
+                )
+        elif importlib.util.find_spec("plan_api") is None:
             raise UsageError(
                 f"{got} needs the package plan-api, which is not installed; install it, or leave"
                 " the option out"
