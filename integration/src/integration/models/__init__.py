@@ -20,6 +20,7 @@ from integration.models.decoders import (
     MixtralShape,
 )
 from integration.models.dit import DITS, DiTShape
+from integration.models.routers import routers_of
 from integration.models.shape import ModelShape, loss_of
 
 _SHAPES: dict[str, ModelShape] = {**DECODERS, **DITS}
@@ -40,6 +41,7 @@ __all__ = [
     "load_function",
     "loss_of",
     "model_shape",
+    "routers_of",
     "shape_from",
 ]
 

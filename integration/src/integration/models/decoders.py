@@ -66,6 +66,11 @@ class ExpertsShape(DecoderShape):
     num_local_experts: int = 4
     num_experts_per_tok: int = 2
 
+    @property
+    def has_routers(self) -> bool:
+        """True."""
+        return True
+
 
 @dataclass(frozen=True)
 class LlamaShape(DecoderShape):
@@ -172,6 +177,11 @@ class DeepseekV3Shape(ExpertsShape):
     qk_nope_head_dim: int = 16
     qk_rope_head_dim: int = 8
     v_head_dim: int = 16
+
+    @property
+    def has_expert_biases(self) -> bool:
+        """True."""
+        return True
 
 
 def alternating_layers(number: int) -> list[str]:

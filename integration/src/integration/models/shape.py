@@ -54,6 +54,16 @@ class ModelShape(ABC):
         return self
 
     @property
+    def has_routers(self) -> bool:
+        """Whether tokens choose experts by transformers' routers."""
+        return False
+
+    @property
+    def has_expert_biases(self) -> bool:
+        """Whether these routers have ``e_score_correction_bias``, as DeepSeek-V3's."""
+        return False
+
+    @property
     def has_router_loss(self) -> bool:
         """Whether the model's loss has the auxiliary loss of its routers in it."""
         return False

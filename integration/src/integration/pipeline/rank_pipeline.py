@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from integration.errors import UsageError
-from integration.models import ModelShape
+from integration.models import ModelShape, routers_of
 from integration.pipeline.families import family_of
 from integration.pipeline.schedules import PipelineSchedule
 from integration.pipeline.split import (
@@ -30,6 +30,9 @@ from integration.pipeline.stage_random import StageRandom
 from integration.pipeline.tied import TiedCopy, add_gradients, name_as_first
 from integration.pipeline.trial_run import trial_runs
 from integration.systems.base import System
+
+if TYPE_CHECKING:
+    from plan_api import RouterZLoss
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ class RankPipeline:
         make_stage: `Stage`, or a subclass.
         one_device_random: whether stages draw one device's random numbers, by dist-rng; all ranks
             have equal generators then.
+        router_z_loss: coefficient of the z-loss of routers; 0: there is none.
 
     Attributes:
         model: this rank's part of the full model, with the same parameter names. It is not called;
@@ -143,6 +147,7 @@ class RankPipeline:
         make_stage: type[Stage] = Stage,
         *,
         one_device_random: bool = False,
+        router_z_loss: float = 0.0,
     ) -> None:
         self._family = family_of(model)
         self._layout, self._make_stage = layout, make_stage
@@ -160,11 +165,14 @@ class RankPipeline:
         apart = [unit for tied in ties for unit in (tied.unit, tied.other_unit)]
         parts: dict[int, nn.Module] = {}
         self._parts: dict[int, nn.Module] = {}  # parallelized
+        self._z_losses: list[RouterZLoss] = []
         for index in indices:
             units = layout.stages[index]
             parts[index] = part = model_part(model, units, chain)
             self._family.set_forward(part, first=index == 0)
             inner.autocast(part)
+            if router_z_loss and routers_of(part):
+                self._z_losses.append(_with_z_loss(part, router_z_loss))
             context = StageContext(
                 mesh[axes],
                 model,
@@ -263,7 +271,7 @@ class RankPipeline:
     def _run(
         self, run: Callable[..., Any], batch: Mapping[str, Tensor], share: float
     ) -> list[Tensor]:
-        """Runs the schedule; returns the losses of its microbatches, ``share`` of their mean."""
+        """Runs the schedule; returns losses of this rank's stages, of ``share`` of their mean."""
         self._share = share / self._layout.microbatches
         inputs = self._family.inputs(batch) if 0 in self._parts else ()
         keywords = self._family.keywords(batch)
@@ -272,13 +280,18 @@ class RankPipeline:
         losses: list[Tensor] = []
         if self._random is not None:
             self._random.begin()
+        for z_loss in self._z_losses:
+            z_loss.scale = self._share
         run(*inputs, target=target, losses=losses, return_outputs=False, **keywords)
+        for z_loss in self._z_losses:  # of stages without a loss, to whose outputs it is attached
+            losses += [value * self._share for value in z_loss.attached]
+            z_loss.attached.clear()
         if self._random is not None:
             self._random.end(self._layout.microbatches)
         return losses
 
     def _sum(self, losses: Sequence[Tensor]) -> Tensor:
-        """Returns the sum of the last stage's losses, which other ranks do not have, on all."""
+        """Returns the sum over ranks of the losses of their stages, on all."""
         loss = torch.zeros((), dtype=torch.float64, device=self._device.current)
         for each in losses:
             loss += each.detach()
@@ -305,6 +318,12 @@ class RankPipeline:
 
         for part in self._plan_parts:
             installed(part).gradients.reduce()
+
+
+def _with_z_loss(part: nn.Module, coefficient: float) -> "RouterZLoss":
+    from plan_api import add_router_z_loss  # on use, as other runs need only torch
+
+    return add_router_z_loss(part, coefficient)
 
 
 def _parameter(model: nn.Module, name: str) -> nn.Parameter:

@@ -34,9 +34,17 @@ class PipelineSystem(System):
         inner: system that parallelizes a stage.
         layout: stages of the model.
         one_device_random: whether dropout draws one device's masks, by dist-rng.
+        router_z_loss: coefficient of the z-loss of routers.
     """
 
-    def __init__(self, inner: System, layout: PipelineLayout, *, one_device_random: bool) -> None:
+    def __init__(
+        self,
+        inner: System,
+        layout: PipelineLayout,
+        *,
+        one_device_random: bool,
+        router_z_loss: float,
+    ) -> None:
         self.compute_dtypes = inner.compute_dtypes
         super().__init__(inner.degrees, inner.compute_dtype, inner.device)
         self.name = f"{inner.name}+pp"
@@ -46,7 +54,7 @@ class PipelineSystem(System):
         self.accepts_deferred_init = inner.accepts_deferred_init
         self.plans_layers = inner.plans_layers
         self._inner, self._layout = inner, layout
-        self._one_device_random = one_device_random
+        self._one_device_random, self._router_z_loss = one_device_random, router_z_loss
         self._running: RankPipeline | None = None
 
     def check(self, world_size: int, shape: ModelShape) -> None:
@@ -77,7 +85,7 @@ class PipelineSystem(System):
         )
         self._running = RankPipeline(
             self._layout, self._inner, model, shape, mesh,
-            one_device_random=self._one_device_random,
+            one_device_random=self._one_device_random, router_z_loss=self._router_z_loss,
         )  # fmt: skip
         return self._running.model
 
@@ -151,6 +159,7 @@ def with_pipeline(system: System, shape: ModelShape, config: TrainConfig, world:
         system,
         make_layout(options, build_model_on_meta(shape, dropout=config.dropout)),
         one_device_random=config.random == DIST_RNG_RANDOM,
+        router_z_loss=config.router_z_loss,
     )
 
 

@@ -129,6 +129,11 @@ class TrainConfig:
     """whole: every rank draws all weights, then shards them; sharded: it draws its shards only."""
     init_from: Path | None = None
     """Folder of safetensors, as written by save_pretrained, with the initial weights."""
+    router_z_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Coefficient of the z-loss of routers, which is added to the loss of training; 0: none."""
+    expert_bias_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """DeepSeek-V3: by how much an expert's bias in the choice of experts moves after each step, up
+    if it got fewer tokens than the mean, down if more; 0: biases stay as they are."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability, of attention weights, or of DiT's linear layers."""
     random: Literal["stock", "dist-rng"] = NATIVE_RANDOM

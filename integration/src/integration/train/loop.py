@@ -44,8 +44,9 @@ from integration.train.metrics import (
     write_start,
     write_summary,
 )
+from integration.train.model.expert_bias import update_expert_biases
 from integration.train.model.loss_scale import LossScale, unscale_gradients
-from integration.train.model.parallel_model import parallel_model, weights_hash
+from integration.train.model.parallel_model import ParallelModel, parallel_model, weights_hash
 from integration.train.optimizers import build_optimizer
 from integration.train.setup import Setup
 from integration.train.stop import StopRequest
@@ -89,7 +90,7 @@ class Trainer:
                 self.loss_scale = manifest.loss_scale or self.loss_scale
         parallel = parallel_model(setup, world)
         self.model, self._parameters = parallel.model, parallel.parameters
-        self._load = _expert_load(config, self.model, self._device.current)
+        self._load = _expert_load(config, parallel, self._device.current)
         self._evaluator: Evaluator | None = None
         if parts.held_out is not None:
             loader = _batch_loader(setup, world, parts.held_out)
@@ -164,10 +165,14 @@ class Trainer:
             self._first_masks = masks.hexdigest()
         return total
 
-    def _update(self) -> float | None:
+    def _update(self, counts: Tensor | None = None) -> float | None:
         """Steps the optimizer; returns the gradients' norm if they are clipped.
 
         A step of fp16 whose gradients are not finite is skipped.
+
+        Args:
+            counts: load of the experts in this step, summed over all ranks; None: it is summed
+                here, if it is needed.
         """
         max_norm, norm = self._setup.config.clip_grad_norm, None
         self._schedule.apply(self.step)
@@ -175,8 +180,19 @@ class Trainer:
             if max_norm is not None:
                 norm = float(self._setup.system.clip(self.model, max_norm))
             self.optimizer.step()
+            self._balance(counts)
         self.optimizer.zero_grad()
         return norm
+
+    def _balance(self, counts: Tensor | None) -> None:
+        """Moves the biases of experts, where the run does."""
+        rate = self._setup.config.expert_bias_rate
+        if not rate:
+            return
+        if counts is None:
+            counts = self._load.counts.clone()
+            dist.all_reduce(counts)
+        update_expert_biases(self._load.routers, counts, rate)
 
     def _unscale(self) -> bool:
         """Undoes the loss scale, if there is one; returns whether the optimizer is to step."""
@@ -278,8 +294,9 @@ class Trainer:
         if not math.isfinite(mean):
             raise self._diverged(f"the loss of step {counted} is {mean}", generators)
         scale = self.loss_scale
+        counts = shared[2:].view(counts.shape)
         with self._collectives.step(counted):
-            norm = self._update()
+            norm = self._update(counts)
         if self.loss_scale is not None and self.loss_scale.is_too_small:
             self.loss_scale = scale
             raise self._diverged(f"gradients of step {counted} overflow in fp16", generators)
@@ -294,7 +311,7 @@ class Trainer:
             tokens_per_second=self._tokens_per_step / seconds,
             mfu=self._throughput.mfu(seconds),
             loss_scale=None if scale is None else scale.value,
-            expert_load=shares(shared[2:].view(counts.shape)),
+            expert_load=shares(counts),
         )
         return record, bool(shared[1])
 
@@ -414,10 +431,12 @@ def _identity(setup: Setup, data: Samples) -> checkpoint.Identity:
     )
 
 
-def _expert_load(config: TrainConfig, model: nn.Module, device: torch.device | str) -> ExpertLoad:
-    # A stage of a pipeline has some of the layers, and compiled ones run without hooks.
-    is_counted = config.pp_degree == 1 and config.compile == "none"
-    return ExpertLoad(model if is_counted else nn.Identity(), device)
+def _expert_load(
+    config: TrainConfig, parallel: ParallelModel, device: torch.device | str
+) -> ExpertLoad:
+    if config.compile != "none":  # compiled layers run without hooks
+        return ExpertLoad(nn.Identity(), {}, device)
+    return ExpertLoad(parallel.model, parallel.experts, device)
 
 
 def _tensorboard_writer(folder: Path, first_step: int) -> "SummaryWriter":

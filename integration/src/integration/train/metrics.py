@@ -28,7 +28,7 @@ class StepRecord:
         eval_perplexity: its exponential, for text.
         loss_scale: of fp16; the next step's is half of it if the update was skipped.
         expert_load: for each layer with experts, the share of the choices of the global batch that
-            each expert got; None without experts, in pipelines and in compiled layers.
+            each expert got; None without experts, and in compiled layers.
     """
 
     step: int

@@ -336,6 +336,7 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
         system = with_pipeline(system, shape, config, world_size)
     system.check(world_size, shape)
     _check_router_loss(config, shape)
+    _check_router_options(config, shape)
     _check_samples(config, system, shape)
     _check_initial(config, system, shape)
     _check_optimizer(config, system)
@@ -368,6 +369,44 @@ def _check_router_loss(config: TrainConfig, shape: ModelShape) -> None:
             f"{got}: expected --compile none, got {config.compile}, as routers are inside of"
             " compiled layers; leave it out, or set output_router_logits to false"
         )
+
+
+# Systems whose gradients are the mean over all tokens of a microbatch, of which routers have some.
+_ROUTER_SYSTEMS = ("single", "ddp", "fsdp2", "fsdp", "plan")
+
+
+def _check_router_options(config: TrainConfig, shape: ModelShape) -> None:
+    """Refuses options of routers where they would have no effect."""
+    for field in ("router_z_loss", "expert_bias_rate"):
+        if getattr(config, field) == _DEFAULTS[field]:
+            continue
+        got = _spelled(config, field)
+        if not shape.has_routers:
+            raise UsageError(
+                f"{got}: expected a model with routers, such as mixtral-tiny, got --model"
+                f" {config.model}; leave it out"
+            )
+        if config.system not in _ROUTER_SYSTEMS:
+            raise UsageError(
+                f"{got}: expected one of the systems {', '.join(_ROUTER_SYSTEMS)}, got"
+                f" {config.system}; use one of them, or leave it out"
+            )
+        if config.compile != "none":
+            raise UsageError(
+                f"{got}: expected --compile none, got {config.compile}, as routers are inside of"
+                " compiled layers; leave either out"
+            )
+        if field == "expert_bias_rate":
+            if not shape.has_expert_biases:
+                raise UsageError(
+                    f"{got}: expected a model whose routers have e_score_correction_bias, such as"
+                    f" deepseek-v3-tiny, got --model {config.model}; leave it out"
+                )
+        elif importlib.util.find_spec("plan_api") is None:
+            raise UsageError(
+                f"{got} needs the package plan-api, which is not installed; install it, or leave"
+                " the option out"
+            )
 
 
 def _supported_system(config: TrainConfig, device: Device) -> System:

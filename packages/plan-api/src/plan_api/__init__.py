@@ -11,8 +11,10 @@ from plan_api.installation import Installed, installed, uninstall
 from plan_api.lowering.ir import Lowered
 from plan_api.lowering.lower import lower
 from plan_api.ops.redistribute import redistribute
+from plan_api.ops.router_z_loss import RouterZLoss, add_router_z_loss
 from plan_api.plan import Plan
 from plan_api.runtime.deferred_init import deferred_init
+from plan_api.runtime.hooks import is_validating
 from plan_api.spec.entry import Entry, Phase
 from plan_api.static.comparison import Difference, StaticError
 from plan_api.static.generation import generate_static, plan_communication
@@ -27,13 +29,16 @@ __all__ = [
     "Phase",
     "Plan",
     "Record",
+    "RouterZLoss",
     "StaticError",
+    "add_router_z_loss",
     "breakpoint",
     "deferred_init",
     "diff",
     "explain",
     "generate_static",
     "installed",
+    "is_validating",
     "lower",
     "parallelize",
     "plan_communication",

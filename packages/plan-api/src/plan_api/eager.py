@@ -13,6 +13,7 @@ from plan_api.context_parallel.reorder import SequenceReorder, install_label_shi
 from plan_api.lowering.ir import ExpertIndices, OpKind, Schedule, Site, SiteStep
 from plan_api.ops.local_region import install_regions
 from plan_api.ops.router_loss import install_router_loss
+from plan_api.ops.router_z_loss import install_router_z_loss
 from plan_api.runtime.hooks import SiteCoverage, TensorTransform, install_site_hook
 from plan_api.runtime.redistribute import Redistribution
 from plan_api.runtime.state import use_unsharded_params
@@ -58,3 +59,4 @@ def install_eager(
     yield from install_context_parallel(model, attention_calls(hooked, mesh))
     yield from install_label_shifts(model, hooked)
     yield from install_router_loss(model, hooked, indices, mesh, "eager")
+    yield from install_router_z_loss(model, hooked, indices, mesh, "eager")

@@ -1,6 +1,7 @@
 """Counts how many tokens chose each expert of a mixture, in the forwards of a step."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-# transformers' routers, which return logits, weights and choices (tokens, choices).
-_ROUTER = "TopKRouter"
+from integration.models import routers_of
 
 
 class ExpertLoad:
@@ -19,18 +19,26 @@ class ExpertLoad:
     of the tokens.
 
     Args:
-        model: parallelized, with all of its layers.
+        model: parallelized, with all of its layers, or those of a rank's stages of a pipeline.
+        experts: of each router of the full model, in order, by the router's path there.
         device: of the counts.
+
+    Attributes:
+        routers: those of ``model``, by their number in the full model.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device | str) -> None:
-        routers = [module for module in model.modules() if _is_router(module)]
-        experts = {int(module.num_experts) for module in routers}  # type: ignore[arg-type]
-        shape = (len(routers), max(experts, default=0))
+    def __init__(
+        self, model: nn.Module, experts: Mapping[str, int], device: torch.device | str
+    ) -> None:
+        found, paths = routers_of(model), list(experts)
+        # Names of a part of a model are the full model's; wrappers of a full one may change them.
+        numbers = range(len(paths)) if len(found) == len(paths) else map(paths.index, found)
+        self.routers = dict(zip(numbers, found.values(), strict=True))
+        shape = (len(paths), max(experts.values(), default=0))
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self._counting = False
-        for layer, router in enumerate(routers):
-            router.register_forward_hook(self._hook(layer))
+        for number, router in self.routers.items():
+            router.register_forward_hook(self._hook(number))
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -47,14 +55,13 @@ class ExpertLoad:
         """The last step's tokens of this rank, (layers, experts) int64; without routers empty."""
         return self._counts
 
-    def _hook(self, layer: int) -> Any:
+    def _hook(self, number: int) -> Any:
         def count(_: nn.Module, __: Any, output: Any) -> None:
-            # Backward, which recomputes layers, runs hooks again.
-            if not self._counting or torch._C._current_graph_task_id() != -1:
+            if not (self._counting and _is_training()):
                 return
             chosen = output[2].to_local() if isinstance(output[2], DTensor) else output[2]
             chosen = chosen.detach().flatten()
-            self._counts[layer].scatter_add_(0, chosen, torch.ones_like(chosen))
+            self._counts[number].scatter_add_(0, chosen, torch.ones_like(chosen))
 
         return count
 
@@ -67,5 +74,11 @@ def shares(counts: Tensor) -> list[list[float]] | None:
     return loads
 
 
-def _is_router(module: nn.Module) -> bool:
-    return any(cls.__name__.endswith(_ROUTER) for cls in type(module).__mro__)
+def _is_training() -> bool:
+    """Returns whether a forward trains, and does not recompute, validate or find shapes."""
+    # Of the package, which other runs do without.
+    plan_api = sys.modules.get("plan_api")
+    validates = plan_api is not None and plan_api.is_validating()
+    # Backward, which recomputes layers, runs hooks again.
+    in_backward = torch._C._current_graph_task_id() != -1
+    return torch.is_grad_enabled() and not in_backward and not validates

@@ -18,16 +18,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.lowering.ir import ExpertIndices, HookPoint, Site
+from plan_api.lowering.ir import ExpertIndices, Site
+from plan_api.ops.routers import RouterTokens, axes_of_loss, router_tokens, with_value
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.hooks import register_always_called
-from plan_api.spec.axes import axis_names
 
 __all__ = ["install_router_loss"]
 
@@ -60,15 +59,9 @@ def install_router_loss(
     if module is None:
         yield model.register_forward_pre_hook(_refuse, prepend=True, with_kwargs=True)
         return
-    summed = _axes_of_loss(sites, mesh)
-    dispatched = {
-        axis
-        for of_module in indices.values()
-        for one in of_module
-        if one.dispatch is not None
-        for axis in one.axes
-    }
-    loss = _RouterLoss(module, mesh, summed, summed | dispatched, mode)
+    sites = list(sites)
+    tokens = router_tokens(sites, indices, mesh)
+    loss = _RouterLoss(module, mesh, axes_of_loss(sites, mesh), tokens, mode)
     yield model.register_forward_pre_hook(loss.swap_in, prepend=True)
     yield register_always_called(model, loss.restore)
 
@@ -80,7 +73,7 @@ class _RouterLoss:
         module: of Python, in which the model's class finds the function.
         mesh: of the plan.
         summed: numbers of the axes along which the model's own loss is a rank's term of a sum.
-        sharding: those along which tokens of routers are sharded whose logits are plain tensors.
+        tokens: how ranks share them.
         mode: as in `parallelize`.
     """
 
@@ -89,12 +82,12 @@ class _RouterLoss:
         module: Any,
         mesh: DeviceMesh,
         summed: set[int],
-        sharding: set[int],
+        tokens: RouterTokens,
         mode: Literal["eager", "static"],
     ) -> None:
         self._module, self._mesh, self._mode = module, mesh, mode
         self._terms = math.prod(mesh.size(axis) for axis in summed)
-        self._sharding = sharding
+        self._tokens = tokens
         self._native: Any = None
         # Of all ranks, by the id of this rank's term, which is kept so that its id is its own.
         self._losses: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -128,36 +121,22 @@ class _RouterLoss:
         """
         if not isinstance(gate_logits, tuple):
             return 0
-        layers = [self._local(logits) for logits in gate_logits]
-        axes = self._axes(gate_logits[0])
+        layers = [self._tokens.local(logits) for logits in gate_logits]
         mask = None if attention_mask is None else _local_mask(attention_mask, len(layers[0]))
         chosen, probabilities, tokens = _sums(layers, num_experts, top_k, mask)
         sums = torch.cat([chosen, probabilities.detach(), tokens])
-        for axis in sorted(axes):
-            sums = funcol.all_reduce(sums, "sum", (self._mesh, axis))
+        sums = self._tokens.sum(sums, self._tokens.axes(gate_logits[0]))
         shares, tokens = sums[:num_experts] / sums[-1], sums[-1]
         term = num_experts * (shares * probabilities).sum() / tokens
         value = num_experts * (shares * sums[num_experts:-1]).sum() / tokens
-        loss = _with_value(term, value)
+        loss = with_value(term, value)
         if self._mode == "eager":
             replicated = [Replicate()] * self._mesh.ndim
             return DTensor.from_local(loss, self._mesh, replicated, run_check=False)
         # The plan sums the model's loss over ranks, which then have added the value once.
-        added = _with_value(term, value / self._terms)
+        added = with_value(term, value / self._terms)
         self._losses[id(added)] = (loss, added)
         return added
-
-    def _axes(self, logits: torch.Tensor) -> set[int]:
-        """Returns the axes along which ranks have different tokens."""
-        if not isinstance(logits, DTensor):
-            return self._sharding
-        return {axis for axis, one in enumerate(logits.placements) if _shards_tokens(one)}
-
-    def _local(self, logits: torch.Tensor) -> torch.Tensor:
-        if not isinstance(logits, DTensor):
-            return logits
-        placements = [one if _shards_tokens(one) else Replicate() for one in logits.placements]
-        return logits.redistribute(placements=placements).to_local()
 
 
 def _sums(
@@ -182,11 +161,6 @@ def _sums(
     return chosen, probabilities, tokens
 
 
-def _with_value(differentiable: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Returns a value with the gradient of another one."""
-    return value + (differentiable - differentiable.detach())
-
-
 def _local_mask(mask: torch.Tensor, tokens: int) -> torch.Tensor:
     local = mask.to_local() if isinstance(mask, DTensor) else mask
     if local.numel() != tokens:
@@ -196,24 +170,6 @@ def _local_mask(mask: torch.Tensor, tokens: int) -> torch.Tensor:
             f"where sequences are sharded too, leave it out, and pad at the end"
         )
     return local.flatten().float()
-
-
-def _shards_tokens(placement: Any) -> bool:
-    return getattr(placement, "dim", None) == 0
-
-
-def _axes_of_loss(sites: Iterable[Site], mesh: DeviceMesh) -> set[int]:
-    """Returns the axes along which the plan sums the loss that the model computes."""
-    axes = axis_names(mesh)
-    return {
-        axes.index(axis)
-        for site in sites
-        if not site.path and site.hook_point is HookPoint.FORWARD
-        for step in site.moved
-        if step.index == "loss"
-        for axis, move in step.moves.items()
-        if move.src is not None and move.src.is_partial()
-    }
 
 
 def _module_with_function(model: nn.Module) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -18,9 +19,30 @@ from plan_api.runtime.containers import map_tensors, replace_part
 from plan_api.runtime.error_context import append_site
 
 __all__ = [
-    "SiteCoverage", "TensorTransform", "get_argument", "install_site_hook",
-    "register_always_called", "replace_argument",
+    "SiteCoverage", "TensorTransform", "get_argument", "install_site_hook", "is_validating",
+    "register_always_called", "replace_argument", "validating",
 ]  # fmt: skip
+
+_validations = 0  # that are running
+
+
+@contextmanager
+def validating() -> Iterator[None]:
+    """Marks the calls of models inside of the block as made to validate them."""
+    global _validations
+    _validations += 1
+    try:
+        yield
+    finally:
+        _validations -= 1
+
+
+def is_validating() -> bool:
+    """Whether a model is running to be validated, as `Installed.check` and ``guard_steps`` do.
+
+    Hooks that count what a model does leave such calls out, which train nothing.
+    """
+    return _validations > 0
 
 
 def register_always_called(

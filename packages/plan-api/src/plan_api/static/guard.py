@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from plan_api.eager import install_eager
 from plan_api.lowering.ir import Lowered
 from plan_api.runtime.agreement import first_site_on_any_rank, true_on_all_ranks, true_on_any_rank
-from plan_api.runtime.hooks import SiteCoverage
+from plan_api.runtime.hooks import SiteCoverage, validating
 from plan_api.static.comparison import Difference, StaticError, compare_modes
 from plan_api.static.coverage import CallCoverage
 from plan_api.static.fully_shard import FullyShardedParams
@@ -94,7 +94,7 @@ class Guard:
         differences: list[Difference] = []
         try:
             zeros = self._zero_params()
-            with _filled(zeros), self._fully_sharded.unsharded(model):
+            with validating(), _filled(zeros), self._fully_sharded.unsharded(model):
                 differences = self._compare_with_eager(model, args, kwargs)
         except StaticError as error:
             if not all(is_fake(one.tensor) for one in self._local_params):

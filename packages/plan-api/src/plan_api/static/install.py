@@ -18,6 +18,7 @@ from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site, gradient_plac
 from plan_api.lowering.model_names import named_state
 from plan_api.ops.expert_indices import install_expert_indices
 from plan_api.ops.router_loss import install_router_loss
+from plan_api.ops.router_z_loss import install_router_z_loss
 from plan_api.options import ParallelizeOptions
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
@@ -116,6 +117,7 @@ def install_static(
     handles += install_context_parallel(model, attention)
     handles += install_label_shifts(model, sites)
     handles += install_router_loss(model, sites, lowered.indices, mesh, "static")
+    handles += install_router_z_loss(model, sites, lowered.indices, mesh, "static")
     # After the hooks of sites, some of which redistribute unsharded parameters.
     unsharding = install_unsharding(model, lowered)
     unsharded = tuple(unsharding.params.values())
