@@ -28,16 +28,23 @@ class Case:
         axes: of the mesh.
         options: of the plan.
         experts: how many there are.
+        chunks: in which ranks send their tokens.
+        steps: of training.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     options: dict
     experts: int = 4
+    chunks: int = 1
+    steps: int = 4
 
 
 CASES = {
     "EP along dp": Case((2,), ("dp",), {"tp": None, "dp": "dp", "ep": "dp"}),
+    "EP along dp, 3 chunks": Case(
+        (2,), ("dp",), {"tp": None, "dp": "dp", "ep": "dp"}, chunks=3, steps=20
+    ),
     "3 experts along tp, SP": Case((2,), ("tp",), {"sp": True, "ep": "tp"}, experts=3),
     "EP along dp, cut within along tp, SP": Case(
         (2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": "dp"}
@@ -48,6 +55,9 @@ CASES = {
     "EP along both, SP": Case((2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": ("dp", "tp")}),
     "EP along one of two axes of data": Case(
         (2, 2), ("rest", "ep"), {"tp": None, "dp": ("rest", "ep"), "ep": "ep"}
+    ),
+    "EP along both, SP, 4 chunks": Case(
+        (2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": ("dp", "tp")}, chunks=4, steps=20
     ),
 }
 
@@ -63,7 +73,7 @@ class Trained:
     """What became of a model.
 
     Attributes:
-        losses: of 4 steps.
+        losses: of each step.
         norms: of the gradients of one more batch; AdamW hides a factor.
         params: this rank's parts.
         unused_sites: sites of the plan that no call passed.
@@ -77,8 +87,13 @@ class Trained:
 
 def _parallel(case, mesh, mode):
     plan = zoo.mixtral(mesh, **case.options)
-    model = parallelize(_make(case), plan, mode=mode, strict=True, guard_steps=0)
-    losses = models.train(model)
+    if case.chunks > 1:
+        (dispatch,) = (one for one in plan.entries if one.kind.value == "dispatch")
+        options = dict(dispatch.options) | {"chunks": case.chunks}
+        plan.dispatch(dispatch.path.text, dispatch.dst, dispatch.axes, **options)
+    strict = case.chunks == 1  # chunks override an entry
+    model = parallelize(_make(case), plan, mode=mode, strict=strict, guard_steps=0)
+    losses = models.train(model, steps=case.steps)
     models.token_loss(model).backward()
     params = list(model.parameters())
     norms = [param.grad.full_tensor().norm().item() for param in params]
@@ -87,17 +102,16 @@ def _parallel(case, mesh, mode):
 
 
 FAST_OF_4 = "EP along dp, cut within along tp, SP"
-MORE_OF_4 = [name for name in list(CASES)[2:] if name != FAST_OF_4]
+OF_2 = [name for name, case in CASES.items() if len(case.shape) == 1]
+MORE_OF_4 = [name for name in CASES if name not in (*OF_2, FAST_OF_4)]
 
 
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, list(CASES)[:2]),
+        (2, OF_2),
         (4, [FAST_OF_4]),
-        pytest.param(
-            4, [name for name in list(CASES)[2:] if name != FAST_OF_4], marks=pytest.mark.slow
-        ),
+        pytest.param(4, MORE_OF_4, marks=pytest.mark.slow),
     ],
     ids=["2 ranks", "4 ranks", "4 ranks, more"],
 )
@@ -127,7 +141,7 @@ def test_mixtral_with_dispatch_trains_as_on_one_device(ranks, names):
     expected = {}
     for name in names:
         alone = _make(CASES[name])
-        losses = models.train(alone)
+        losses = models.train(alone, steps=CASES[name].steps)
         models.token_loss(alone).backward()
         expected[name] = losses, [param.grad.norm().item() for param in alone.parameters()]
     for found in run_ranks(check, ranks, timeout=480):

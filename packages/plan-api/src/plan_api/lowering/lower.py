@@ -43,6 +43,7 @@ _OP_KINDS = {
     EntryKind.SEQUENCE: OpKind.ORDER,
 }
 _WITH_OPTIONS = (EntryKind.CONTEXT, EntryKind.FACTORY, EntryKind.SEQUENCE)
+_OPTIONS = ("chunks",)  # of other kinds
 
 
 def lower(
@@ -190,7 +191,8 @@ def _resolve_eager(plan: PlanEntries, model: nn.Module) -> tuple[str, ...]:
 def _ops(entry: Entry, source: EntryRef, location: _Location) -> Iterator[Op]:
     phase = entry.kind is EntryKind.SHARD and location.hook_point.is_phase
     kind = OpKind.SHARD if phase else _OP_KINDS[entry.kind]
-    options = entry.options if entry.kind in _WITH_OPTIONS else ()
+    with_all = entry.kind in _WITH_OPTIONS
+    options = tuple(one for one in entry.options if with_all or one[0] in _OPTIONS)
     for at, axis in enumerate(entry.axes):
         op = Op(
             location.path, location.hook_point, location.tensor, location.index, kind, axis,

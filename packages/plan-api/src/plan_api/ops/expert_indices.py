@@ -62,7 +62,10 @@ def install_expert_indices(
         mesh: of the plan; all its ranks have to call.
         path: of the module, for messages.
     """
-    handles = []
+    values = {name: own for index in indices for name, own in index.attributes.items()}
+    attributes = _SwappedAttributes(values)
+    # Of hooks that are prepended the last one runs first: `combine`, which runs the module again.
+    handles = [_after(module, attributes.restore)]
     for one in indices:
         at = StepContext(path or "the model", one.step)
         if one.dispatch is None:
@@ -73,9 +76,7 @@ def install_expert_indices(
             _before(module, at.wrap(dispatcher.dispatch)),
             _after(module, at.wrap(dispatcher.combine)),
         ]
-    values = {name: own for index in indices for name, own in index.attributes.items()}
-    attributes = _SwappedAttributes(values)
-    return [*handles, _before(module, attributes.swap_in), _after(module, attributes.restore)]
+    return [*handles, _before(module, attributes.swap_in)]
 
 
 def _renumber_hook(indices: ExpertIndices) -> Callable[..., Any]:
