@@ -7,6 +7,9 @@ A step is its forward and backward, with gradients of tokens, weights and parame
 those that leave a rank in a step; processor time is that of a rank's process, its communication
 threads included, the mean over ranks of the median over rounds.
 
+The matrix products of a step alone, six for each expert, are measured in the same rounds: in a loop
+over views of the experts, and by `torch.nn.functional.grouped_mm`. No step takes less than these.
+
 Overlap is measured with a network that the benchmark adds (`Network`): an all-to-all takes 0.2 ms
 longer, and the time of its bytes at a speed at which those of a step take half as long as the step
 takes without it. One of a rank begins when the last one has ended; its wait sleeps until then, and
@@ -116,12 +119,60 @@ class Network(TorchDispatchMode):
         return others * rows[:1].numel() * rows.itemsize
 
 
+class Products:
+    """The matrix products of a rank's step, for as many rows of each expert as the step has.
+
+    Args:
+        layer: any.
+        chosen: the choices of this rank's tokens.
+        mesh: of the ranks.
+    """
+
+    def __init__(self, layer, chosen, mesh):
+        everywhere = DTensor.from_local(chosen, mesh, [Shard(0)]).full_tensor()
+        size = layer.experts // mesh.size()
+        first = mesh.get_rank() * size
+        counts = torch.bincount(everywhere.flatten(), minlength=layer.experts)
+        self.ends = counts[first : first + size].cumsum(0).to(torch.int32)
+        rows, hidden = int(self.ends[-1]), layer.hidden
+        self.x, self.out_grad = torch.randn(2, rows, layer.features)
+        self.up_grad, self.gated = torch.randn(rows, 2 * hidden), torch.randn(rows, hidden)
+        self.up = torch.randn(size, 2 * hidden, layer.features)
+        self.down = torch.randn(size, layer.features, hidden)
+
+    def views(self):
+        made = [torch.empty_like(one) for one in (self.up_grad, self.x, self.gated, self.x)]
+        up_grad, down_grad = torch.empty_like(self.up), torch.empty_like(self.down)
+        start = 0
+        for at, end in enumerate(self.ends.tolist()):
+            rows, up, down = slice(start, end), self.up[at], self.down[at]
+            x, out_grad = self.x[rows], self.out_grad[rows]
+            torch.mm(x, up.t(), out=made[0][rows])
+            torch.mm(self.gated[rows], down.t(), out=made[1][rows])
+            torch.mm(out_grad, down, out=made[2][rows])
+            torch.mm(out_grad.t(), self.gated[rows], out=down_grad[at])
+            torch.mm(self.up_grad[rows], up, out=made[3][rows])
+            torch.mm(self.up_grad[rows].t(), x, out=up_grad[at])
+            start = end
+
+    def grouped_mm(self):
+        grouped_mm = torch.nn.functional.grouped_mm
+        grouped_mm(self.x, self.up.transpose(1, 2), offs=self.ends)
+        grouped_mm(self.gated, self.down.transpose(1, 2), offs=self.ends)
+        grouped_mm(self.out_grad, self.down, offs=self.ends)
+        grouped_mm(self.out_grad.t(), self.gated, offs=self.ends)
+        grouped_mm(self.up_grad, self.up, offs=self.ends)
+        grouped_mm(self.up_grad.t(), self.x, offs=self.ends)
+
+
 @dataclass(frozen=True)
 class RankResult:
     """The measurements of one rank.
 
     Attributes:
         seconds: processor time of each round.
+        view_seconds: processor time of the products alone, in a loop over views, of each round.
+        grouped_seconds: the same, by grouped_mm.
         wall_seconds: time of each round.
         network_seconds: that a `Network` added to all-to-alls, of each round.
         overlapped_seconds: time of each round with a `Network`.
@@ -131,6 +182,8 @@ class RankResult:
     """
 
     seconds: list[float]
+    view_seconds: list[float]
+    grouped_seconds: list[float]
     wall_seconds: list[float]
     network_seconds: list[float]
     overlapped_seconds: list[float]
@@ -156,8 +209,15 @@ def measure_rank(layer, implementation, chunks, rounds):
         out = module(x.requires_grad_(), chosen, weights.requires_grad_())
         out.to_local().backward(torch.ones_like(x.to_local()))
 
+    products = Products(layer, chosen, mesh)
+    product_seconds = {"views": [], "grouped_mm": []}
     seconds, wall_seconds = [], []
     for number in range(rounds + 1):
+        for name, of_kind in product_seconds.items():
+            start = time.process_time()
+            getattr(products, name)()
+            if number:
+                of_kind.append(time.process_time() - start)
         dist.barrier()
         start = time.process_time(), time.perf_counter()
         step()
@@ -180,6 +240,7 @@ def measure_rank(layer, implementation, chunks, rounds):
         hidden.append(1 - network.waited / network.added)
     return RankResult(
         seconds,
+        *product_seconds.values(),
         wall_seconds,
         network_seconds,
         overlapped_seconds,
@@ -211,7 +272,8 @@ def plan_of(mesh, chunks=1):
     plan = Plan(mesh).shard(".*_proj", rows, "ep").local("", rows, "ep")
     for argument in ("hidden_states", "top_k_index", "top_k_weights"):
         plan.shard(f"<in:{argument}>", rows, "ep")
-    options = {"weights": "top_k_weights", "count": "num_experts", "chunks": chunks}
+    options = {"weights": "top_k_weights", "count": "num_experts"}
+    options |= {"chunks": chunks} if chunks > 1 else {}
     return plan.dispatch("<in:top_k_index>", rows, "ep", **options)
 
 
@@ -221,6 +283,8 @@ def summary(ranks):
 
     return {
         "processor_ms": round(1e3 * mean("seconds"), 1),
+        "products_ms": round(1e3 * mean("view_seconds"), 1),
+        "products_by_grouped_mm_ms": round(1e3 * mean("grouped_seconds"), 1),
         "step_ms": round(1e3 * mean("wall_seconds"), 1),
         "network_ms": round(1e3 * mean("network_seconds"), 1),
         "step_with_network_ms": round(1e3 * mean("overlapped_seconds"), 1),

@@ -90,7 +90,7 @@ def lower(
     fully_sharded = {name: entries[-1] for name, entries in entries_of_modules.items()}
     values = values_of_parameters(model, fully_sharded, placed, plan.mesh, of_stage=plan.of_stage)
     recomputed = resolve_policies(plan, model, EntryKind.RECOMPUTE)
-    check_recomputed(recomputed, placed)
+    check_recomputed(recomputed, placed, ops)
     compiled = resolve_policies(plan, model, EntryKind.COMPILE)
     check_compiled(compiled, recomputed, fully_sharded, placed, ops)
     validate(model, ops, placed, fully_sharded, values, plan.mesh, of_stage=plan.of_stage)

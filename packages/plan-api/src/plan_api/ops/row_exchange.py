@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plan_api.lowering.ir import SiteStep
 from plan_api.runtime.attribution import moving
+from plan_api.runtime.policies.kept_exchanges import exchanged
 from plan_api.spec.axes import axis_names
 
 __all__ = ["ExchangeGroup", "RowFormat", "Transfer"]
@@ -46,11 +47,15 @@ class ExchangeGroup:
             sent: rows for each rank.
             received: rows from each rank.
         """
-        with moving(self.step, (), ()):
+
+        def start() -> torch.Tensor:
             in_flight: torch.Tensor = torch.ops._c10d_functional.all_to_all_single(
                 rows.contiguous(), [*received], [*sent], self.name
             )
-        return in_flight
+            return in_flight
+
+        with moving(self.step, (), ()):
+            return exchanged(start)
 
     def wait(self, in_flight: torch.Tensor) -> torch.Tensor:
         """Waits for rows: the current stream does, and on CPUs the host."""
