@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from plan_api.lowering.ir import ExpertIndices, TokenDispatch
@@ -197,8 +198,9 @@ class TokenDispatcher:
             torch.nonzero_static(choices[:, start:end], size=most * (end - start))[:, 1] + start
             for start, end in itertools.pairwise(starts)
         ]
-        received = self._group.wait(in_flight)
-        sent_counts, received_counts = torch.stack([counts, received]).tolist()  # the host waits
+        sent_counts, received_counts = self._read(
+            torch.stack([counts, self._group.wait(in_flight)]), index, starts
+        )
         if any(count < 0 for count, *_ in (*sent_counts, *received_counts)):
             self._refuse_choices(index, [count for count, *_ in received_counts])
         chunks = []
@@ -219,6 +221,19 @@ class TokenDispatcher:
             sent_tokens,
             rows,
         )
+
+    def _read(
+        self, counts: torch.Tensor, index: torch.Tensor, starts: Sequence[int]
+    ) -> list[list[list[int]]]:
+        """Returns the numbers that are sent and received, for which the host waits."""
+        if not isinstance(counts, FakeTensor):
+            numbers: list[list[list[int]]] = counts.tolist()
+            return numbers
+        # As if all tokens chose experts of their own rank.
+        sizes = [end - start for start, end in itertools.pairwise(starts)]
+        own = [number for size in sizes for number in (size, size * index.shape[1])]
+        others = [0] * len(own)
+        return [[own if part == self._own else others for part in self._dispatch.experts]] * 2
 
     def _count(
         self, index: torch.Tensor, starts: Sequence[int]
