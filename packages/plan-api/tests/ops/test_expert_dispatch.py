@@ -248,7 +248,8 @@ class Traced(Experts):
     def forward(self, x, chosen, weights):
         out = super().forward(x, chosen, weights)
         self.events.append("compute")
-        out.register_hook(lambda _: self.events.append("compute"))
+        if out.requires_grad:
+            out.register_hook(lambda _: self.events.append("compute"))
         return out
 
 
@@ -279,6 +280,140 @@ def test_chunks_are_sent_while_experts_compute_others():
         assert meanwhile.count("sort") == 2
         assert meanwhile.count("copy") >= 3  # tokens, choices and weights
         assert "sort" not in seen[seen.index("wait") :]
+
+
+class Shared(nn.Module):
+    """Records when it computes, forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def forward(self, x):
+        self.events.append("shared")
+        out = torch.sin(x)
+        if out.requires_grad:
+            out.register_hook(lambda _: self.events.append("shared"))
+        return out
+
+
+class Mixture(nn.Module):
+    """Experts beside one that takes all tokens, called as a subclass says."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts, self.shared = Traced(), Shared()
+
+    def forward(self, x, chosen, weights):
+        return self.experts(x, chosen, weights) + self.shared(x)
+
+
+class SharedFirst(Mixture):
+    def forward(self, x, chosen, weights):
+        return self.shared(x) + self.experts(x, chosen, weights)
+
+
+class SharedOfOthers(Mixture):
+    def forward(self, x, chosen, weights):
+        return self.experts(x, chosen, weights) + self.shared(2 * x)
+
+
+def mixture_plan(mesh, **options):
+    plan = Plan(mesh).shard(r"experts\.table", S0, "dp").local("experts", S0, "dp")
+    for given in ("x", "chosen", "weights"):
+        plan.shard(f"<in:{given}>", S0, "dp")
+    options = {"weights": "weights", "count": "number"} | options
+    return plan.dispatch("experts.<in:chosen>", S0, "dp", **options)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mode", ["eager", "static"])
+def test_a_module_beside_the_experts_runs_while_results_are_sent(mode):
+    given = _inputs(CHOICES["an odd number of tokens"])
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        found = []
+        for overlap in (None, "shared"):
+            options = {"guard_steps": 0} if mode == "static" else {}
+            plan = mixture_plan(mesh, overlap=overlap)
+            model = parallelize(Mixture(), plan, mode=mode, use=(), **options)
+            x, *others = (one.detach() for one in given)
+            if mode == "eager":
+                x, *others = (distribute_tensor(one, mesh, [S0]) for one in given)
+            x.requires_grad_()
+            events = Events(), Events()
+            with events[0]:
+                model.experts.events = model.shared.events = events[0].seen
+                out = model(x, *others)
+            out = out if mode == "static" else out.to_local()
+            with events[1]:
+                model.experts.events = model.shared.events = events[1].seen
+                out.square().sum().backward()
+            grads = [one.grad.full_tensor() for one in model.parameters()]
+            events = [one.of("send", "wait", "compute", "shared") for one in events]
+            assert "shared" not in vars(model)
+            found.append((out.detach(), grads, events))
+        return found
+
+    expected = Mixture()
+    expected.experts.events = []
+    expected(*given).square().sum().backward()
+    grads = [one.grad for one in expected.parameters()]
+    for (out, plain_grads, (plain, plain_back)), (same, found_grads, events) in run_ranks(check, 2):
+        assert torch.equal(out, same)
+        torch.testing.assert_close(plain_grads, grads)
+        torch.testing.assert_close(found_grads, grads)
+        routed, back = ["send", "wait", "send", "wait", "compute", "send"], ["send", "wait"]
+        assert plain == [*routed, "wait", "shared"]
+        assert events[0] == [*routed, "shared", "wait"]
+        # In static mode the gradients of the model's inputs are summed at the end.
+        assert plain_back[:6] == ["shared", *back, "compute", *back]
+        assert events[1][:6] == ["send", "shared", "wait", "compute", *back]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (SharedFirst, "does not call it behind the experts; leave 'shared' out of dispatch"),
+        (SharedOfOthers, "calls it with something else than its own first input; leave 'shared'"),
+    ],
+)
+def test_a_caller_that_cannot_overlap_is_refused(make, message):
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = parallelize(make(), mixture_plan(mesh, overlap="shared"), mode="eager")
+        model.experts.events = []
+        given = [distribute_tensor(one, mesh, [S0]) for one in _inputs(CHOICES["both ranks"])]
+        try:
+            model(*given)
+        finally:
+            assert "shared" not in vars(model)
+
+    with pytest.raises(RankError, match=rf"the model runs shared while .*, but {message}"):
+        run_ranks(check, 2)
+
+
+def test_overlap_is_explained_and_has_to_name_a_module_beside_the_experts(mesh):
+    plan = mixture_plan(mesh, overlap="shared", chunks=2)
+    assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries
+    rows = {(row.site, row.tensor): row.after for row in explain(plan, Mixture()).rows}
+    assert rows["experts", "<index>:1"] == "dp=S(0), chunks=2, overlap=shared"
+    for name in ("shred", "experts", 1):
+        expected = (
+            r"dispatch\(.*: overlap: expected the name of a module beside experts, 'shared', got"
+        )
+        with pytest.raises(ValueError, match=rf"{expected} {name!r}"):
+            lower(mixture_plan(mesh, overlap=name), Mixture())
+    with pytest.raises(ValueError, match="a module beside the model, of none, got 'shared'"):
+        lower(plan_of(mesh, overlap="shared"), Experts())
+
+
+def test_shared_experts_of_deepseek_v3_are_overlapped(mesh):
+    plan = zoo.deepseek_v3(mesh, tp=None, dp=("dp", "tp"), ep="dp", dense=1)
+    (dispatch,) = lower(plan, models.deepseek_v3()).indices["model.layers.1.mlp.experts"]
+    assert dispatch.dispatch.overlap == "shared_experts"
 
 
 @pytest.mark.ranks

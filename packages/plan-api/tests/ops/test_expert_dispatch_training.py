@@ -1,4 +1,4 @@
-"""Mixtral whose tokens are sent to their experts: one device's losses, and static as Eager's bits.
+"""Tokens that are sent to their experts: one device's losses, and static mode with Eager's bits.
 
 EP reuses the ranks of data and tensor parallelism, both ways, along both axes at once, and beside
 replicas.
@@ -21,7 +21,7 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Case:
-    """Options of `zoo.mixtral` on a mesh.
+    """Options of a plan of the zoo on a mesh.
 
     Attributes:
         shape: of the mesh.
@@ -30,6 +30,7 @@ class Case:
         experts: how many there are.
         chunks: in which ranks send their tokens.
         steps: of training.
+        model: in the zoo.
     """
 
     shape: tuple[int, ...]
@@ -38,14 +39,16 @@ class Case:
     experts: int = 4
     chunks: int = 1
     steps: int = 4
+    model: str = "mixtral"
 
 
 CASES = {
     "EP along dp": Case((2,), ("dp",), {"tp": None, "dp": "dp", "ep": "dp"}),
-    "EP along dp, 3 chunks": Case(
-        (2,), ("dp",), {"tp": None, "dp": "dp", "ep": "dp"}, chunks=3, steps=20
-    ),
+    "EP along dp, 3 chunks": Case((2,), ("dp",), {"tp": None, "dp": "dp", "ep": "dp"}, chunks=3),
     "3 experts along tp, SP": Case((2,), ("tp",), {"sp": True, "ep": "tp"}, experts=3),
+    "DeepSeek-V3, EP along dp": Case(
+        (2,), ("dp",), {"tp": None, "dp": "dp", "ep": "dp", "dense": 1}, model="deepseek_v3"
+    ),
     "EP along dp, cut within along tp, SP": Case(
         (2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": "dp"}
     ),
@@ -53,6 +56,14 @@ CASES = {
         (2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": "tp"}
     ),
     "EP along both, SP": Case((2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": ("dp", "tp")}),
+    "DeepSeek-V3, EP along both, SP": Case(
+        (2, 2),
+        ("dp", "tp"),
+        {"dp": "dp", "sp": True, "ep": ("dp", "tp"), "dense": 1},
+        chunks=2,
+        steps=20,
+        model="deepseek_v3",
+    ),
     "EP along one of two axes of data": Case(
         (2, 2), ("rest", "ep"), {"tp": None, "dp": ("rest", "ep"), "ep": "ep"}
     ),
@@ -62,7 +73,12 @@ CASES = {
 }
 
 
+LATENT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
+
+
 def _make(case):
+    if case.model == "deepseek_v3":
+        return models.deepseek_v3(attention_dropout=0.1, **LATENT_HEADS)
     # Heads so that static mode has Eager's bits, see static/test_training.py.
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout": 0.1}
     return models.mixtral(num_local_experts=case.experts, **heads)
@@ -86,7 +102,7 @@ class Trained:
 
 
 def _parallel(case, mesh, mode):
-    plan = zoo.mixtral(mesh, **case.options)
+    plan = getattr(zoo, case.model)(mesh, **case.options)
     if case.chunks > 1:
         (dispatch,) = (one for one in plan.entries if one.kind.value == "dispatch")
         options = dict(dispatch.options) | {"chunks": case.chunks}
@@ -115,7 +131,7 @@ MORE_OF_4 = [name for name in CASES if name not in (*OF_2, FAST_OF_4)]
     ],
     ids=["2 ranks", "4 ranks", "4 ranks, more"],
 )
-def test_mixtral_with_dispatch_trains_as_on_one_device(ranks, names):
+def test_models_with_dispatch_train_as_on_one_device(ranks, names):
     """All in one call: what DTensor decides about operators is forgotten between calls."""
 
     def check():

@@ -155,6 +155,7 @@ def _dispatch(
         experts,
         indexing.step,
         options.get("chunks", 1),
+        options.get("overlap"),
     )
 
 

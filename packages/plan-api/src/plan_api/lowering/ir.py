@@ -105,7 +105,7 @@ class Op:
         grad_src: the placement of the gradient before.
         entry: the plan's entry that it comes from.
         options: the options of the entry that change what FACTORY, ORDER and CONTEXT do, and how
-            many chunks DISPATCH sends.
+            DISPATCH overlaps.
     """
 
     path: str
@@ -279,6 +279,7 @@ class TokenDispatch:
         experts: the expert numbers of each rank along the axes, the first axis outermost.
         step: of the plan.
         chunks: parts of the tokens that are sent one by one.
+        overlap: the name of a module beside this one that runs while results are sent.
     """
 
     tokens: tuple[int, str]
@@ -286,6 +287,7 @@ class TokenDispatch:
     experts: tuple[range, ...]
     step: SiteStep
     chunks: int = 1
+    overlap: str | None = None
 
 
 @dataclass(frozen=True)

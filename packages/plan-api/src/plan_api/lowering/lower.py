@@ -43,7 +43,7 @@ _OP_KINDS = {
     EntryKind.SEQUENCE: OpKind.ORDER,
 }
 _WITH_OPTIONS = (EntryKind.CONTEXT, EntryKind.FACTORY, EntryKind.SEQUENCE)
-_OPTIONS = ("chunks",)  # of other kinds
+_OPTIONS = ("chunks", "overlap")  # of other kinds
 
 
 def lower(

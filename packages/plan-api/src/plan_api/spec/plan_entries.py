@@ -236,6 +236,7 @@ class PlanEntries(PolicyEntries):
         weights: int | str | None = None,
         count: str | None = None,
         chunks: int = 1,
+        overlap: str | None = None,
     ) -> Self:
         """Dispatches tokens to the ranks of the experts that they chose, and combines the results.
 
@@ -264,6 +265,10 @@ class PlanEntries(PolicyEntries):
             count: the module's attribute with the number of experts; while the module runs, the
                 number of this rank's experts.
             chunks: parts in which a rank sends its tokens, the same on all ranks.
+            overlap: the name of a module beside the experts, such as ``"shared_experts"``, which
+                runs while their results, and in backward the gradients of these, are sent. The
+                module above has to call it with its own first input, behind the experts. None:
+                nothing does.
 
         Raises:
             ValueError: as `index`; or ``chunks`` is not at least 1.
@@ -273,6 +278,7 @@ class PlanEntries(PolicyEntries):
         options: dict[str, Any] = {"tokens": tokens, "weights": weights, "count": count}
         check_chunks(what, chunks)
         options |= {"chunks": operator.index(chunks)} if chunks != 1 else {}
+        options |= {"overlap": overlap} if overlap is not None else {}
         return self._add(EntryKind.DISPATCH, path, mesh, placements, options=options)
 
     def context(

@@ -35,7 +35,7 @@ _OPTIONS = {
     EntryKind.ANNOTATE: ("unit",),
     EntryKind.FACTORY: ("sizes",),
     EntryKind.INDEX: ("count", "flag"),
-    EntryKind.DISPATCH: ("tokens", "weights", "count", "chunks"),
+    EntryKind.DISPATCH: ("tokens", "weights", "count", "chunks", "overlap"),
     EntryKind.FULLY_SHARD: (
         "granularity",
         "reshard_after_forward",

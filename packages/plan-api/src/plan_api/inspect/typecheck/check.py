@@ -17,7 +17,7 @@ from plan_api.inspect.typecheck.types import PlanTypes, TypedOperators
 from plan_api.installation import Installed, installed
 from plan_api.lowering.ir import gradient_placements
 from plan_api.lowering.lower import lower
-from plan_api.ops.dispatch_functions import AUTOGRAD_FUNCTIONS
+from plan_api.ops.expert_dispatch import AUTOGRAD_FUNCTIONS
 from plan_api.plan import Plan
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.failed_call import unfinished_calls

@@ -1,28 +1,4 @@
-"""Dispatches tokens to the ranks of the experts that they chose, and combines the results.
-
-Note: a *row* is a token that is sent to a rank, with all its choices and weights: one for each rank
-that has some of the experts that it chose. An *assignment* is a token and one of these experts. One
-all-to-all exchanges the numbers of rows and of assignments, a second one dispatches the rows, whose
-assignments the receiving rank sorts by expert; when the module has run on those, the results of a
-row are summed and a third one returns them, which are summed over the ranks. No token is dropped
-or padded: splits are uneven. Backward runs the second and the third in reverse.
-
-Tokens may be split into *chunks*, each with a second and a third all-to-all of its own, for which
-the module runs once. Each all-to-all has a function that starts it and one that waits for it, and
-autograd runs the latest function first:
-
-    forward   dispatch all │ receive 0, module, return 0 │ receive 1, module, return 1 │ combine all
-    backward  dispatch all │ receive 0, module, return 0 │ receive 1, module, return 1 │ combine all
-              waits        │ sends            waits      │ sends            waits      │ sends
-
-so that in both directions one chunk's rows are sent while the module runs on another's.
-
-All ranks call all of these collectives: a rank that receives no row runs its module on no tokens.
-
-Source: GShard, section 3.2 (https://arxiv.org/abs/2006.16668), without its capacity; MegaBlocks
-(https://arxiv.org/abs/2211.15841); one row for each rank, and chunks whose all-to-alls overlap with
-computation: DeepSeek-V3, sections 3.2.1 and 3.2.2 (https://arxiv.org/abs/2412.19437).
-"""
+"""The hooks of a module whose tokens are dispatched."""
 
 from __future__ import annotations
 
@@ -37,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from plan_api.lowering.ir import ExpertIndices, TokenDispatch
-from plan_api.ops.dispatch_functions import (
+from plan_api.ops.expert_dispatch.functions import (
     DispatchCall,
     DispatchChunk,
     ReceivedRows,
@@ -46,7 +22,8 @@ from plan_api.ops.dispatch_functions import (
     receive_rows,
     return_rows,
 )
-from plan_api.ops.row_exchange import ExchangeGroup, RowFormat, Transfer
+from plan_api.ops.expert_dispatch.overlapped import OverlappedModule
+from plan_api.ops.expert_dispatch.rows import ExchangeGroup, RowFormat, Transfer
 from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.hooks import get_argument, replace_argument
 
@@ -80,12 +57,18 @@ class TokenDispatcher:
         indices: of the argument with the choices.
         mesh: of the plan; all its ranks have to construct this.
         path: of the module, for messages.
+        overlapped: runs while results are sent; None: nothing does.
     """
 
     def __init__(
-        self, dispatch: TokenDispatch, indices: ExpertIndices, mesh: DeviceMesh, path: str
+        self,
+        dispatch: TokenDispatch,
+        indices: ExpertIndices,
+        mesh: DeviceMesh,
+        path: str,
+        overlapped: OverlappedModule | None = None,
     ) -> None:
-        self._dispatch, self._path = dispatch, path
+        self._dispatch, self._path, self._overlapped = dispatch, path, overlapped
         self._index, self._own = indices.argument, indices.own
         self._slots = [dispatch.tokens, indices.argument]
         self._slots += [dispatch.weights] if dispatch.weights is not None else []
@@ -132,6 +115,8 @@ class TokenDispatcher:
             # Without tokens the parameters get zero gradients, not none, as on the other ranks.
             unused = [] if len(output) else _params(module)
             returned.append(return_rows(call, chunk, output, received, unused))
+        if self._overlapped is not None:
+            self._overlapped.run()
         return combine_rows(call, running.tokens, returned)
 
     def _replaced(

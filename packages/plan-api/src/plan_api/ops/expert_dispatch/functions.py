@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from plan_api.ops.row_exchange import RowFormat, Transfer
+from plan_api.ops.expert_dispatch.rows import RowFormat, Transfer
 from plan_api.runtime.error_context import StepContext, annotate_backward_errors
 
 __all__ = [
