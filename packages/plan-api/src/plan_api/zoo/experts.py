@@ -100,8 +100,10 @@ def _expert_parallel(plan: Plan, axes: ExpertAxes, names: ExpertNames, output: s
         for axis in (axis for axis in axes.sharded if axis != tp):
             plan.redistribute(f"{output}.<out>", _P, _R, axis)
         return plan.local(experts, [_P] * len(axes.summed), axes.summed)
-    options = {"weights": names.weights, "count": "num_experts", "overlap": names.shared}
-    plan.dispatch(choices, shard, axes.sharded, **options)
+    plan.dispatch(
+        choices, shard, axes.sharded, weights=names.weights, count="num_experts",
+        overlap=names.shared,
+    )  # fmt: skip
     if tp in axes.dispatched:
         plan.annotate(rf"{names.mlp}\.{names.router}\..*\.grad", _P, tp)
         return plan.local(names.mlp, Shard(1), tp)
