@@ -4,11 +4,11 @@ import pytest
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from plan_api import Phase, Plan, lower, parallelize, zoo
+from plan_api import Phase, Plan, explain, lower, parallelize, zoo
 from testkit import CommLog, models
 
 R, S0 = Replicate(), Shard(0)
-LAYER = r"layers\.\d+"
+LAYER, POLICY = r"layers\.\d+", "keep-dispatch"
 
 
 def refused(mesh, model, change, message):
@@ -109,6 +109,28 @@ def test_a_selective_policy_is_refused_for_parameters_that_are_gathered_again(me
     )  # fmt: skip
     lower(_gathered_for_backward(Plan(mesh)).recompute(LAYER), model)
     lower(_gathered_for_backward(Plan(mesh)).recompute(r".*\.down", "selective-op"), model)
+
+
+def test_rows_are_kept_only_where_modules_inside_dispatch_tokens(mesh):
+    for_all = {"tp": None, "dp": ("dp", "tp")}
+    plans = {
+        "nothing is dispatched": zoo.mixtral(mesh, **for_all),
+        "the module itself does": zoo.mixtral(mesh, **for_all, ep="dp"),
+    }
+    model, dispatches = models.mixtral(), "expected modules inside of which tokens are dispatched"
+    for plan, path, got in (
+        (plans["nothing is dispatched"], r"model\.layers\.\d+", r"model\.layers\.0"),
+        (plans["the module itself does"], r".*\.experts", r"model\.layers\.0\.mlp\.experts"),
+    ):
+        message = rf"test_policies.py:\d+: recompute\(.*{POLICY}'\): {dispatches}, got {got}, where"
+        with pytest.raises(ValueError, match=message):
+            lower(plan.recompute(path, POLICY), model)
+    plan = zoo.mixtral(mesh, **for_all, ep="dp").recompute(r"model\.layers\.\d+", POLICY)
+    recomputed = lower(plan, model).recomputed
+    assert {one.value for one in recomputed.values()} == {POLICY}
+    rows = [row for row in explain(plan, model).rows if row.hook == "recompute"]
+    assert [row.after for row in rows] == [POLICY] * 2
+    assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries
 
 
 def test_parameters_that_stay_gathered_take_a_selective_policy(mesh, model):

@@ -1,5 +1,6 @@
 """Tokens sent to their experts' ranks: as on one device, whoever has what, and what is sent."""
 
+import json
 from collections import Counter
 from functools import partial
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from plan_api import Plan, explain, installed, lower, parallelize, track, zoo
@@ -77,8 +79,12 @@ def _results(model, given, mesh=None, axes=1):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("number", [4, 3], ids=["2 and 2 experts", "2 and 1"])
-def test_forward_and_backward_match_one_device(number):
+@pytest.mark.parametrize(
+    ("number", "chunks"),
+    [(4, 1), (3, 1), (3, 2), pytest.param(4, 5, marks=pytest.mark.slow)],
+    ids=["2 and 2 experts", "2 and 1", "2 chunks", "more chunks than tokens"],
+)
+def test_forward_and_backward_match_one_device(number, chunks):
     cases = {
         name: _inputs([[min(one, number - 1) for one in row] for row in choices])
         for name, choices in CHOICES.items()
@@ -86,24 +92,27 @@ def test_forward_and_backward_match_one_device(number):
 
     def check(cases):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        model = parallelize(Experts(number), plan_of(mesh))
+        model = parallelize(Experts(number), plan_of(mesh, chunks=chunks))
         found = {}
         for name, given in cases.items():
             model.zero_grad()
             model.seen.clear()
-            found[name] = _results(model, given, mesh), model.seen[0], model.number
+            found[name] = _results(model, given, mesh), [*model.seen], model.number
         return found
 
     for rank, found in enumerate(run_ranks(check, 2, cases)):
         own = range(2 * rank, min(2 * rank + 2, number))
         for name, given in cases.items():
             wanted = _results(Experts(number), given)
-            actual, (seen, count, rows), after = found[name]
+            actual, calls, after = found[name]
             for one, other in zip(actual, wanted, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=name)
             native = [one - own.start for one in given[1].flatten().tolist() if one in own]
-            assert Counter(seen_one for row in seen for seen_one in row) == Counter(native), name
-            assert (count, rows, after) == (len(own), len(own), number), name
+            assert len(calls) == chunks, name
+            seen = [one for chosen, *_ in calls for row in chosen for one in row]
+            assert Counter(seen) == Counter(native), name
+            assert {call[1:] for call in calls} == {(len(own), len(own))}, name
+            assert after == number, name
 
 
 @pytest.mark.ranks
@@ -175,6 +184,236 @@ def test_one_row_is_communicated_for_each_token_and_other_rank():
         (2 * counts[0], counts[1]),
         (2 * row, 0), (4 * features, 2 * features), (2 * features, 0), (4 * gradient, 2 * gradient),
     ]  # fmt: skip
+
+
+class Scales(Experts):
+    """Experts whose results for a row have the same bits with any other rows."""
+
+    def forward(self, x, chosen, weights):
+        return x * self.table[chosen[:, 0], 0] * weights
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"]
+)
+def test_results_have_the_same_bits_with_any_number_of_chunks(ranks):
+    torch.manual_seed(7)
+    chosen = torch.rand(9 * ranks + 1, 2 * ranks).topk(3).indices
+    given = torch.randn(len(chosen), FEATURES), chosen, torch.rand(chosen.shape)
+
+    def check():
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+        return [
+            _results(
+                parallelize(Scales(2 * ranks), plan_of(mesh, chunks=chunks), mode="eager"),
+                given,
+                mesh,
+            )
+            for chunks in (1, 2, 4)
+        ]
+
+    for first, *others in run_ranks(check, ranks):
+        for (*same, table), (*expected, table_grad) in ((other, first) for other in others):
+            assert [*map(torch.equal, same, expected)] == [True] * 3
+            torch.testing.assert_close(table, table_grad)  # a sum over chunks
+
+
+EVENTS = {
+    "_c10d_functional.all_to_all_single": "send",
+    "_c10d_functional.wait_tensor": "wait",
+    "aten.nonzero_static": "sort",
+    "aten.copy_": "copy",
+}
+
+
+class Events(TorchDispatchMode):
+    """Records when collectives are started, and when they are waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(EVENTS.get(str(func).rpartition(".")[0], ""))
+        return func(*args, **(kwargs or {}))
+
+    def of(self, *names):
+        return [one for one in self.seen if one in names]
+
+
+class Traced(Experts):
+    """Records when it computes, forward and backward."""
+
+    def forward(self, x, chosen, weights):
+        out = super().forward(x, chosen, weights)
+        self.events.append("compute")
+        if out.requires_grad:
+            out.register_hook(lambda _: self.events.append("compute"))
+        return out
+
+
+@pytest.mark.ranks
+def test_chunks_are_sent_while_experts_compute_others():
+    given = _inputs(CHOICES["both ranks"])
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = parallelize(Traced(), plan_of(mesh, chunks=2), mode="eager")
+        x, *others = (distribute_tensor(one, mesh, [S0]) for one in given)
+        events = Events(), Events()
+        with events[0]:
+            model.events = events[0].seen
+            out = model(x.requires_grad_(), *others).to_local()
+        with events[1]:
+            model.events = events[1].seen
+            out.backward(torch.ones_like(out))
+        return events[0].seen, [one.of("send", "wait", "compute") for one in events]
+
+    for seen, (forward, backward) in run_ranks(check, 2):
+        computed = ["wait", "compute", "send"]
+        counted, dispatched, combined = ["send", "wait"], ["send"] * 2, ["wait"] * 2
+        assert forward == [*counted, *dispatched, *computed, *computed, *combined]
+        assert backward == [*dispatched, *computed, *computed, *combined]
+        # Rows are prepared while the numbers of rows are sent, for which the host waits once.
+        meanwhile = seen[seen.index("send") : seen.index("wait")]
+        assert meanwhile.count("sort") == 2
+        assert meanwhile.count("copy") >= 3  # tokens, choices and weights
+        assert "sort" not in seen[seen.index("wait") :]
+
+
+class Shared(nn.Module):
+    """Records when it computes, forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def forward(self, x):
+        self.events.append("shared")
+        out = torch.sin(x)
+        if out.requires_grad:
+            out.register_hook(lambda _: self.events.append("shared"))
+        return out
+
+
+class Mixture(nn.Module):
+    """Experts beside one that takes all tokens, called as a subclass says."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts, self.shared = Traced(), Shared()
+
+    def forward(self, x, chosen, weights):
+        return self.experts(x, chosen, weights) + self.shared(x)
+
+
+class SharedFirst(Mixture):
+    def forward(self, x, chosen, weights):
+        return self.shared(x) + self.experts(x, chosen, weights)
+
+
+class SharedOfOthers(Mixture):
+    def forward(self, x, chosen, weights):
+        return self.experts(x, chosen, weights) + self.shared(2 * x)
+
+
+def mixture_plan(mesh, **options):
+    plan = Plan(mesh).shard(r"experts\.table", S0, "dp").local("experts", S0, "dp")
+    for given in ("x", "chosen", "weights"):
+        plan.shard(f"<in:{given}>", S0, "dp")
+    options = {"weights": "weights", "count": "number"} | options
+    return plan.dispatch("experts.<in:chosen>", S0, "dp", **options)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mode", ["eager", "static"])
+def test_a_module_beside_the_experts_runs_while_results_are_sent(mode):
+    given = _inputs(CHOICES["an odd number of tokens"])
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        found = []
+        for overlap in (None, "shared"):
+            options = {"guard_steps": 0} if mode == "static" else {}
+            plan = mixture_plan(mesh, overlap=overlap)
+            model = parallelize(Mixture(), plan, mode=mode, use=(), **options)
+            x, *others = (one.detach() for one in given)
+            if mode == "eager":
+                x, *others = (distribute_tensor(one, mesh, [S0]) for one in given)
+            x.requires_grad_()
+            events = Events(), Events()
+            with events[0]:
+                model.experts.events = model.shared.events = events[0].seen
+                out = model(x, *others)
+            out = out if mode == "static" else out.to_local()
+            with events[1]:
+                model.experts.events = model.shared.events = events[1].seen
+                out.square().sum().backward()
+            grads = [one.grad.full_tensor() for one in model.parameters()]
+            events = [one.of("send", "wait", "compute", "shared") for one in events]
+            assert "shared" not in vars(model)
+            found.append((out.detach(), grads, events))
+        return found
+
+    expected = Mixture()
+    expected.experts.events = []
+    expected(*given).square().sum().backward()
+    grads = [one.grad for one in expected.parameters()]
+    for (out, plain_grads, (plain, plain_back)), (same, found_grads, events) in run_ranks(check, 2):
+        assert torch.equal(out, same)
+        torch.testing.assert_close(plain_grads, grads)
+        torch.testing.assert_close(found_grads, grads)
+        routed, back = ["send", "wait", "send", "wait", "compute", "send"], ["send", "wait"]
+        assert plain == [*routed, "wait", "shared"]
+        assert events[0] == [*routed, "shared", "wait"]
+        # In static mode the gradients of the model's inputs are summed at the end.
+        assert plain_back[:6] == ["shared", *back, "compute", *back]
+        assert events[1][:6] == ["send", "shared", "wait", "compute", *back]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (SharedFirst, "does not call it behind the experts; leave 'shared' out of dispatch"),
+        (SharedOfOthers, "calls it with something else than its own first input; leave 'shared'"),
+    ],
+)
+def test_a_caller_that_cannot_overlap_is_refused(make, message):
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = parallelize(make(), mixture_plan(mesh, overlap="shared"), mode="eager")
+        model.experts.events = []
+        given = [distribute_tensor(one, mesh, [S0]) for one in _inputs(CHOICES["both ranks"])]
+        try:
+            model(*given)
+        finally:
+            assert "shared" not in vars(model)
+
+    with pytest.raises(RankError, match=rf"the model runs shared while .*, but {message}"):
+        run_ranks(check, 2)
+
+
+def test_overlap_is_explained_and_has_to_name_a_module_beside_the_experts(mesh):
+    plan = mixture_plan(mesh, overlap="shared", chunks=2)
+    assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries
+    rows = {(row.site, row.tensor): row.after for row in explain(plan, Mixture()).rows}
+    assert rows["experts", "<index>:1"] == "dp=S(0), chunks=2, overlap=shared"
+    for name in ("shred", "experts", 1):
+        expected = (
+            r"dispatch\(.*: overlap: expected the name of a module beside experts, 'shared', got"
+        )
+        with pytest.raises(ValueError, match=rf"{expected} {name!r}"):
+            lower(mixture_plan(mesh, overlap=name), Mixture())
+    with pytest.raises(ValueError, match="a module beside the model, of none, got 'shared'"):
+        lower(plan_of(mesh, overlap="shared"), Experts())
+
+
+def test_shared_experts_of_deepseek_v3_are_overlapped(mesh):
+    plan = zoo.deepseek_v3(mesh, tp=None, dp=("dp", "tp"), ep="dp", dense=1)
+    (dispatch,) = lower(plan, models.deepseek_v3()).indices["model.layers.1.mlp.experts"]
+    assert dispatch.dispatch.overlap == "shared_experts"
 
 
 @pytest.mark.ranks
@@ -305,6 +544,30 @@ def test_dispatch_is_explained_and_serialized(mesh):
     assert rows["forward_pre", "<index>:1"] == "dp=S(0)"
     ops = [*map(str, lower(plan, Experts()).ops)]
     assert "forward_pre:<index>:1:dispatch(->S(0), dp)" in ops
+
+
+def test_chunks_are_explained_and_serialized(mesh):
+    plan = plan_of(mesh, ("dp", "tp"), chunks=3)
+    assert str(plan).endswith("count='number', chunks=3)")
+    assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries
+    rows = {row.tensor: row.after for row in explain(plan, Experts()).rows}
+    assert rows["<index>:1"] == "dp=S(0), tp=S(0), chunks=3"
+    lowered = lower(plan, Experts())
+    assert lowered.indices[""][0].dispatch.chunks == 3
+    ranks_compare = "forward_pre:<index>:1:dispatch(->S(0), dp, chunks=3)"
+    assert ranks_compare in [*map(str, lowered.ops)]
+    assert plan_of(mesh, chunks=1).entries == plan_of(mesh).entries
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 1.5, True, "2", None])
+def test_what_is_no_number_of_chunks_is_refused(mesh, chunks):
+    expected = r"dispatch\('<in:chosen>'\): chunks: expected a number of at least 1, got "
+    with pytest.raises(ValueError, match=expected):
+        plan_of(mesh, chunks=chunks)
+    changed = json.loads(plan_of(mesh, chunks=3).to_json())
+    changed["entries"][-1]["options"]["chunks"] = chunks
+    with pytest.raises(ValueError, match=expected):
+        Plan.from_json(json.dumps(changed), mesh)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Mixtral whose tokens are sent to their experts: one device's losses, and static as Eager's bits.
+"""Tokens that are sent to their experts: one device's losses, and static mode with Eager's bits.
 
 EP reuses the ranks of data and tensor parallelism, both ways, along both axes at once, and beside
 replicas.
@@ -21,24 +21,34 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Case:
-    """Options of `zoo.mixtral` on a mesh.
+    """Options of a plan of the zoo on a mesh.
 
     Attributes:
         shape: of the mesh.
         axes: of the mesh.
         options: of the plan.
         experts: how many there are.
+        chunks: in which ranks send their tokens.
+        steps: of training.
+        model: in the zoo.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     options: dict
     experts: int = 4
+    chunks: int = 1
+    steps: int = 4
+    model: str = "mixtral"
 
 
 CASES = {
     "EP along dp": Case((2,), ("dp",), {"tp": None, "dp": "dp", "ep": "dp"}),
+    "EP along dp, 3 chunks": Case((2,), ("dp",), {"tp": None, "dp": "dp", "ep": "dp"}, chunks=3),
     "3 experts along tp, SP": Case((2,), ("tp",), {"sp": True, "ep": "tp"}, experts=3),
+    "DeepSeek-V3, EP along dp": Case(
+        (2,), ("dp",), {"tp": None, "dp": "dp", "ep": "dp", "dense": 1}, model="deepseek_v3"
+    ),
     "EP along dp, cut within along tp, SP": Case(
         (2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": "dp"}
     ),
@@ -46,13 +56,29 @@ CASES = {
         (2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": "tp"}
     ),
     "EP along both, SP": Case((2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": ("dp", "tp")}),
+    "DeepSeek-V3, EP along both, SP": Case(
+        (2, 2),
+        ("dp", "tp"),
+        {"dp": "dp", "sp": True, "ep": ("dp", "tp"), "dense": 1},
+        chunks=2,
+        steps=20,
+        model="deepseek_v3",
+    ),
     "EP along one of two axes of data": Case(
         (2, 2), ("rest", "ep"), {"tp": None, "dp": ("rest", "ep"), "ep": "ep"}
+    ),
+    "EP along both, SP, 4 chunks": Case(
+        (2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": ("dp", "tp")}, chunks=4, steps=20
     ),
 }
 
 
+LATENT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
+
+
 def _make(case):
+    if case.model == "deepseek_v3":
+        return models.deepseek_v3(attention_dropout=0.1, **LATENT_HEADS)
     # Heads so that static mode has Eager's bits, see static/test_training.py.
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout": 0.1}
     return models.mixtral(num_local_experts=case.experts, **heads)
@@ -63,7 +89,7 @@ class Trained:
     """What became of a model.
 
     Attributes:
-        losses: of 4 steps.
+        losses: of each step.
         norms: of the gradients of one more batch; AdamW hides a factor.
         params: this rank's parts.
         unused_sites: sites of the plan that no call passed.
@@ -76,9 +102,14 @@ class Trained:
 
 
 def _parallel(case, mesh, mode):
-    plan = zoo.mixtral(mesh, **case.options)
-    model = parallelize(_make(case), plan, mode=mode, strict=True, guard_steps=0)
-    losses = models.train(model)
+    plan = getattr(zoo, case.model)(mesh, **case.options)
+    if case.chunks > 1:
+        (dispatch,) = (one for one in plan.entries if one.kind.value == "dispatch")
+        options = dict(dispatch.options) | {"chunks": case.chunks}
+        plan.dispatch(dispatch.path.text, dispatch.dst, dispatch.axes, **options)
+    strict = case.chunks == 1  # chunks override an entry
+    model = parallelize(_make(case), plan, mode=mode, strict=strict, guard_steps=0)
+    losses = models.train(model, steps=case.steps)
     models.token_loss(model).backward()
     params = list(model.parameters())
     norms = [param.grad.full_tensor().norm().item() for param in params]
@@ -87,21 +118,20 @@ def _parallel(case, mesh, mode):
 
 
 FAST_OF_4 = "EP along dp, cut within along tp, SP"
-MORE_OF_4 = [name for name in list(CASES)[2:] if name != FAST_OF_4]
+OF_2 = [name for name, case in CASES.items() if len(case.shape) == 1]
+MORE_OF_4 = [name for name in CASES if name not in (*OF_2, FAST_OF_4)]
 
 
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, list(CASES)[:2]),
+        (2, OF_2),
         (4, [FAST_OF_4]),
-        pytest.param(
-            4, [name for name in list(CASES)[2:] if name != FAST_OF_4], marks=pytest.mark.slow
-        ),
+        pytest.param(4, MORE_OF_4, marks=pytest.mark.slow),
     ],
     ids=["2 ranks", "4 ranks", "4 ranks, more"],
 )
-def test_mixtral_with_dispatch_trains_as_on_one_device(ranks, names):
+def test_models_with_dispatch_train_as_on_one_device(ranks, names):
     """All in one call: what DTensor decides about operators is forgotten between calls."""
 
     def check():
@@ -127,7 +157,7 @@ def test_mixtral_with_dispatch_trains_as_on_one_device(ranks, names):
     expected = {}
     for name in names:
         alone = _make(CASES[name])
-        losses = models.train(alone)
+        losses = models.train(alone, steps=CASES[name].steps)
         models.token_loss(alone).backward()
         expected[name] = losses, [param.grad.norm().item() for param in alone.parameters()]
     for found in run_ranks(check, ranks, timeout=480):

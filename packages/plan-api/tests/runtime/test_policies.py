@@ -11,7 +11,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plan_api import Phase, Plan, installed, parallelize, uninstall, zoo
-from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
+from testkit import (
+    FLATTENS_TWO_SHARDED_DIMS,
+    NO_FLATTENING,
+    TORCH_RELEASE,
+    CommLog,
+    fake_mesh,
+    models,
+    run_ranks,
+)
 
 LAYER = r"model\.layers\.\d+"
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -110,6 +118,58 @@ def test_recomputed_layers_have_the_same_bits(case, mode):
         assert again == 0
         again = 3 + (mode == "static")  # the first step of static mode is compared with Eager
         assert found == dict.fromkeys(policies, (losses, params, again))
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(
+    TORCH_RELEASE < (2, 12), reason="torch 2.11's topk of a DTensor has no backward"
+)
+@pytest.mark.filterwarnings("ignore:plan-api reduces gradients one by one")
+@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_kept_rows_are_not_dispatched_again(mode, chunks):
+    """Backward runs twice through one graph, whose rows are kept for both."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        found = {}
+        for policy in ("none", "full", "keep-dispatch"):
+            plan = zoo.mixtral(mesh, tp=None, dp="dp", ep="dp")
+            options = {"weights": "top_k_weights", "count": "num_experts", "chunks": chunks}
+            plan.dispatch(r".*\.experts\.<in:top_k_index>", Shard(0), "dp", **options)
+            if policy != "none":
+                plan.recompute(LAYER, policy)
+            model = parallelize(
+                models.mixtral(**HEADS, attention_dropout=0.1), plan, mode=mode, guard_steps=0
+            )
+            torch.manual_seed(1)
+            loss = models.token_loss(model)
+            sent = []
+            for retain_graph in (True, False):
+                with CommLog() as log:
+                    loss.backward(retain_graph=retain_graph)
+                sent.append(sum(call.op == "all_to_all" for call in log.calls))
+            found[policy] = sent, loss.item(), [param.grad for param in model.parameters()]
+        gradients = [grads for _, _, grads in found.values()]
+        same = [
+            [
+                torch.equal(one.to_local(), other.to_local())
+                for one, other in zip(*pair, strict=True)
+            ]
+            for pair in ((gradients[0], gradients[1]), (gradients[0], gradients[2]))
+        ]
+        losses = {loss for _, loss, _ in found.values()}
+        return {policy: sent for policy, (sent, *_) in found.items()}, losses, same
+
+    layers, backward, forward = 2, 2 * chunks, 1 + 2 * chunks
+    for sent, losses, same in run_ranks(check, 2, timeout=240):
+        assert sent == {
+            "none": [layers * backward] * 2,
+            "full": [layers * (backward + forward)] * 2,
+            "keep-dispatch": [layers * backward] * 2,
+        }
+        assert len(losses) == 1
+        assert [all(one) for one in same] == [True, True]
 
 
 @pytest.fixture

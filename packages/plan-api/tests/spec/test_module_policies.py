@@ -45,7 +45,8 @@ def test_entries_are_serialized_nested_and_joined(mesh):
     [
         (
             lambda plan: plan.recompute("layers.0", "selective_op"),
-            r"recompute\('layers.0'\): policy: expected 'full' or 'selective-op', got "
+            r"recompute\('layers.0'\): policy: expected 'full' or 'selective-op' or "
+            r"'keep-dispatch', got "
             r"'selective_op'; did you mean 'selective-op'\?",
         ),
         (lambda plan: plan.recompute("layers.0", None), "policy: expected 'full' .* got None"),

@@ -10,7 +10,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api import Plan, generate_static, installed, parallelize, plan_communication, zoo
-from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, CommLog, models, run_ranks
+from testkit import (
+    FLATTENS_TWO_SHARDED_DIMS,
+    NO_FLATTENING,
+    TORCH_RELEASE,
+    CommLog,
+    models,
+    run_ranks,
+)
 
 pytestmark = [
     pytest.mark.ranks,
@@ -20,6 +27,7 @@ pytestmark = [
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 STEPS = 20
+SLOW = pytest.mark.slow
 
 
 def qwen():
@@ -364,6 +372,50 @@ def test_generated_plans_train_twenty_steps_to_the_bits_of_eager(name, shape):
             name for name, one in params.items() if not torch.equal(one, static_params[name])
         ]
         assert different == []
+        assert differences == []
+        assert on_dtensors == ()
+
+
+def of_dispatched(mesh, **options):
+    layer = r"model\.layers\.\d+"
+    plan = script(mesh, r"model\.rotary_emb.<in:position_ids>", rf"{layer}.<in:attention_mask>")
+    experts = rf"{layer}\.mlp\.experts"
+    plan.shard(rf"{experts}\.\w+", S0, "dp").local(experts, S0, "dp")
+    options |= {"weights": "top_k_weights", "count": "num_experts"}
+    return plan.dispatch(f"{experts}.<in:top_k_index>", S0, "dp", **options)
+
+
+@pytest.mark.skipif(
+    TORCH_RELEASE < (2, 12), reason="torch 2.11's topk of a DTensor has no backward"
+)
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "steps"),
+    [(2, 1, 3), pytest.param(2, 1, STEPS, marks=SLOW), pytest.param(4, 3, STEPS, marks=SLOW)],
+)
+def test_a_generated_plan_that_dispatches_tokens_trains_as_one_device(ranks, chunks, steps):
+    """And is the same if it is made without values, on which the experts' code does not depend."""
+    make = partial(
+        models.mixtral, attention_dropout=0.1, experts_implementation="batched_mm", **HEADS
+    )
+
+    def check():
+        mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("dp", "tp"))
+        written, found = of_dispatched(mesh, chunks=chunks), []
+        generated = generate_static(written, make(), tokens())
+        with torch.device("meta"):
+            on_meta = make()
+        same = generate_static(written, on_meta, tokens(), fake=True).entries == generated.entries
+        for mode in ("eager", "static"):
+            model = parallelize(make(), generated, mode=mode)
+            found.append(train(model, tokens, steps))
+        differences = installed(model).check(**tokens())
+        return found, same, [*map(str, differences)], installed(model).lowered.eager
+
+    expected = train(make(), tokens, steps)
+    for (eager, static), same, differences, on_dtensors in run_ranks(check, ranks, timeout=480):
+        assert static == eager
+        assert static == pytest.approx(expected, abs=6e-5, rel=0)
+        assert same
         assert differences == []
         assert on_dtensors == ()
 

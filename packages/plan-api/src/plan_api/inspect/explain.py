@@ -207,7 +207,8 @@ def _placements(step: SiteStep, plan: PlanEntries, end: str) -> str:
         if axis in step.moves and (placement := getattr(step.moves[axis], end)) is not None
     ]
     if end == "dst":
-        shown += [f"{name}={v}" for move in step.moves.values() for name, v in move.options]
+        options = [f"{name}={v}" for move in step.moves.values() for name, v in move.options]
+        shown += dict.fromkeys(options)  # an entry on several axes has them once
     return ", ".join(shown)
 
 

@@ -150,7 +150,12 @@ def _dispatch(
 
     weights = options["weights"]
     return TokenDispatch(
-        slot(options["tokens"]), None if weights is None else slot(weights), experts, indexing.step
+        slot(options["tokens"]),
+        None if weights is None else slot(weights),
+        experts,
+        indexing.step,
+        options.get("chunks", 1),
+        options.get("overlap"),
     )
 
 

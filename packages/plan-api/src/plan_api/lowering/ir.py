@@ -104,7 +104,8 @@ class Op:
         grad_dst: the placement of the gradient afterwards.
         grad_src: the placement of the gradient before.
         entry: the plan's entry that it comes from.
-        options: the options of the entry that change what FACTORY, ORDER and CONTEXT do.
+        options: the options of the entry that change what FACTORY, ORDER and CONTEXT do, and how
+            DISPATCH overlaps.
     """
 
     path: str
@@ -277,12 +278,16 @@ class TokenDispatch:
             token to an expert; None if assignments have no weights.
         experts: the expert numbers of each rank along the axes, the first axis outermost.
         step: of the plan.
+        chunks: parts of the tokens that are sent one by one.
+        overlap: the name of a module beside this one that runs while results are sent.
     """
 
     tokens: tuple[int, str]
     weights: tuple[int, str] | None
     experts: tuple[range, ...]
     step: SiteStep
+    chunks: int = 1
+    overlap: str | None = None
 
 
 @dataclass(frozen=True)

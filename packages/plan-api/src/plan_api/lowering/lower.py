@@ -43,6 +43,7 @@ _OP_KINDS = {
     EntryKind.SEQUENCE: OpKind.ORDER,
 }
 _WITH_OPTIONS = (EntryKind.CONTEXT, EntryKind.FACTORY, EntryKind.SEQUENCE)
+_OPTIONS = ("chunks", "overlap")  # of other kinds
 
 
 def lower(
@@ -89,7 +90,7 @@ def lower(
     fully_sharded = {name: entries[-1] for name, entries in entries_of_modules.items()}
     values = values_of_parameters(model, fully_sharded, placed, plan.mesh, of_stage=plan.of_stage)
     recomputed = resolve_policies(plan, model, EntryKind.RECOMPUTE)
-    check_recomputed(recomputed, placed)
+    check_recomputed(recomputed, placed, ops)
     compiled = resolve_policies(plan, model, EntryKind.COMPILE)
     check_compiled(compiled, recomputed, fully_sharded, placed, ops)
     validate(model, ops, placed, fully_sharded, values, plan.mesh, of_stage=plan.of_stage)
@@ -190,7 +191,8 @@ def _resolve_eager(plan: PlanEntries, model: nn.Module) -> tuple[str, ...]:
 def _ops(entry: Entry, source: EntryRef, location: _Location) -> Iterator[Op]:
     phase = entry.kind is EntryKind.SHARD and location.hook_point.is_phase
     kind = OpKind.SHARD if phase else _OP_KINDS[entry.kind]
-    options = entry.options if entry.kind in _WITH_OPTIONS else ()
+    with_all = entry.kind in _WITH_OPTIONS
+    options = tuple(one for one in entry.options if with_all or one[0] in _OPTIONS)
     for at, axis in enumerate(entry.axes):
         op = Op(
             location.path, location.hook_point, location.tensor, location.index, kind, axis,

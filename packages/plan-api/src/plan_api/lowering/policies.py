@@ -61,22 +61,31 @@ def resolve_policies(
 
 
 def check_recomputed(
-    recomputed: Mapping[str, ModulePolicy], schedules: Mapping[str, Schedule]
+    recomputed: Mapping[str, ModulePolicy], schedules: Mapping[str, Schedule], ops: Sequence[Op]
 ) -> None:
-    """Refuses a selective policy for parameters that are gathered again in backward.
+    """Refuses policies that modules cannot have, or that would do nothing.
 
-    torch.utils.checkpoint finds results of forward by the order of operators, which those of the
-    gathers change.
+    A selective policy for parameters that are gathered again in backward: torch.utils.checkpoint
+    finds results of forward by the order of operators, which those of the gathers change. And to
+    keep what is dispatched where nothing is; a module's own tokens are dispatched before it runs.
 
     Args:
         recomputed: policies, by module path.
         schedules: of parameters, by their first names.
+        ops: of the plan.
 
     Raises:
-        ValueError: names the entry, the parameter and the entries with its phases.
+        ValueError: names the entry, and the parameter and the entries with its phases.
     """
+    dispatching = {op.path for op in ops if op.kind is OpKind.DISPATCH}
     for path, policy in recomputed.items():
-        if policy.value == "full":
+        inside = [one for one in dispatching if one != path and is_inside(one, path)]
+        if policy.value == "keep-dispatch" and not inside:
+            raise ValueError(
+                f"{policy.description}: expected modules inside of which tokens are dispatched, "
+                f"got {_name(path)}, where none are; use recompute({_pattern(path)})"
+            )
+        if policy.value != "selective-op":
             continue
         for name, schedule in schedules.items():
             gathered = schedule.has_phases and not schedule.keeps_unsharded
@@ -127,7 +136,7 @@ def _of_other_policies(
         if inner != path and is_inside(inner, path):
             yield f"in which fully_shard gathers {inner}: {sharded.description}"
     for outer, policy in recomputed.items():
-        if outer != path and is_inside(path, outer) and policy.value != "full":
+        if outer != path and is_inside(path, outer) and policy.value == "selective-op":
             yield (
                 f"whose operators the recomputation of {_name(outer)} has to see: "
                 f"{policy.description}"

@@ -411,6 +411,7 @@ def _check_expert_indices(
             for argument in (options["tokens"], options["weights"]):
                 if argument is not None:
                     resolve_argument(entry.description, indexing.path, module, argument)
+            _check_overlap(indexing, model)
         _check_attributes(entry, module, number)
         others = kinds.setdefault(indexing.path, [])
         others.append(indexing.step.kind)
@@ -441,6 +442,19 @@ def _number_of_experts(
             f"these axes, all of one size, got: {found}"
         )
     return next(iter(sizes.sharded.values()))
+
+
+def _check_overlap(indexing: IndexingStep, model: nn.Module) -> None:
+    """Refuses to overlap a dispatch with what is no module beside the experts."""
+    name = dict(indexing.entry.options).get("overlap")
+    above, _, own = indexing.path.rpartition(".")
+    beside = [one for one, _ in model.get_submodule(above).named_children() if one != own]
+    if name is not None and (not own or name not in beside):
+        raise ValueError(
+            f"{indexing.entry.description}: overlap: expected the name of a module beside "
+            f"{indexing.path or 'the model'}, {', '.join(map(repr, beside)) or 'of none'}, got "
+            f"{name!r}"
+        )
 
 
 def _check_attributes(entry: EntryRef, module: nn.Module, number: int) -> None:

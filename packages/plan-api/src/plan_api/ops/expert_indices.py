@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.ir import ExpertIndices
-from plan_api.ops.expert_dispatch import TokenDispatcher
+from plan_api.ops.expert_dispatch import OverlappedModule, TokenDispatcher
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.hooks import get_argument, register_always_called, replace_argument
@@ -50,32 +50,39 @@ def renumber(
 
 
 def install_expert_indices(
-    module: nn.Module, indices: Sequence[ExpertIndices], mesh: DeviceMesh, path: str
+    model: nn.Module, indices: Sequence[ExpertIndices], mesh: DeviceMesh, path: str
 ) -> list[RemovableHandle]:
     """Installs hooks that make a module on local tensors run on this rank's experts.
 
     They run after the hooks that make its inputs local, and before those that place its outputs.
 
     Args:
-        module: any.
+        model: any.
         indices: of the module.
         mesh: of the plan; all its ranks have to call.
-        path: of the module, for messages.
+        path: of the module in the model.
     """
-    handles = []
+    module = model.get_submodule(path)
+    values = {name: own for index in indices for name, own in index.attributes.items()}
+    attributes = _SwappedAttributes(values)
+    # Of hooks that are prepended the last one runs first: `combine`, which runs the module again.
+    handles = [_after(module, attributes.restore)]
     for one in indices:
         at = StepContext(path or "the model", one.step)
         if one.dispatch is None:
             handles.append(_before(module, at.wrap(_renumber_hook(one))))
             continue
-        dispatcher = TokenDispatcher(one.dispatch, one, mesh, path)
+        overlapped, name = None, one.dispatch.overlap
+        if name is not None:
+            caller = path.rpartition(".")[0]
+            overlapped = OverlappedModule(model.get_submodule(caller), name, caller)
+            handles += overlapped.install()
+        dispatcher = TokenDispatcher(one.dispatch, one, mesh, path, overlapped)
         handles += [
             _before(module, at.wrap(dispatcher.dispatch)),
             _after(module, at.wrap(dispatcher.combine)),
         ]
-    values = {name: own for index in indices for name, own in index.attributes.items()}
-    attributes = _SwappedAttributes(values)
-    return [*handles, _before(module, attributes.swap_in), _after(module, attributes.restore)]
+    return [*handles, _before(module, attributes.swap_in)]
 
 
 def _renumber_hook(indices: ExpertIndices) -> Callable[..., Any]:

@@ -74,8 +74,7 @@ def install_regions(
             elif step.kind is OpKind.FACTORY:
                 handles += install_factory(module, placements, mesh)
     for path, indexed_arguments in indices.items():
-        module = model.get_submodule(path)
-        handles += install_expert_indices(module, indexed_arguments, mesh, path)
+        handles += install_expert_indices(model, indexed_arguments, mesh, path)
     return handles
 
 

@@ -1,9 +1,10 @@
-"""The placement arguments of a plan's methods."""
+"""The arguments of a plan's methods that place tensors."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -11,7 +12,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.spec.path import PathKind, parse_path
 
-__all__ = ["Axes", "Placements", "check_indexed_placements", "placements_per_axis"]
+__all__ = [
+    "Axes", "Placements", "check_chunks", "check_indexed_placements", "placements_per_axis",
+]  # fmt: skip
 
 Axes: TypeAlias = "str | int | Sequence[str | int] | DeviceMesh | None"
 Placements: TypeAlias = "Placement | Sequence[Placement]"
@@ -33,6 +36,21 @@ def check_indexed_placements(what: str, path: str, placements: Placements) -> No
     listed = _listed(placements, what)
     if any(type(one) is not Shard or one != listed[0] for one in listed):
         raise ValueError(f"{what}: expected one Shard of the module's parameters, got {placements}")
+
+
+def check_chunks(what: str, chunks: Any) -> None:
+    """Refuses what is no number of chunks.
+
+    Args:
+        what: begins the message.
+        chunks: any value.
+
+    Raises:
+        ValueError: it is no integer, or less than 1.
+    """
+    is_number = isinstance(chunks, SupportsIndex) and not isinstance(chunks, bool)
+    if not is_number or operator.index(chunks) < 1:
+        raise ValueError(f"{what}: chunks: expected a number of at least 1, got {chunks!r}")
 
 
 def placements_per_axis(

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 __all__ = ["CHECKS", "RecomputePolicy", "check_backend", "check_recompute"]
 
-RecomputePolicy: TypeAlias = Literal["full", "selective-op"]
+RecomputePolicy: TypeAlias = Literal["full", "selective-op", "keep-dispatch"]
 
 
 def check_recompute(what: str, policy: Any) -> None:

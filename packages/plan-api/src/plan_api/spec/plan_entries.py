@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
 
 from torch.distributed.tensor import Shard
 
-from plan_api.spec.arguments import Axes, Placements, check_indexed_placements
+from plan_api.spec.arguments import Axes, Placements, check_chunks, check_indexed_placements
 from plan_api.spec.entry import EntryKind, Phase
 from plan_api.spec.path import PathKind, parse_path
 from plan_api.spec.policy_entries import PolicyEntries
@@ -235,6 +235,8 @@ class PlanEntries(PolicyEntries):
         tokens: int | str = 0,
         weights: int | str | None = None,
         count: str | None = None,
+        chunks: int = 1,
+        overlap: str | None = None,
     ) -> Self:
         """Dispatches tokens to the ranks of the experts that they chose, and combines the results.
 
@@ -243,6 +245,14 @@ class PlanEntries(PolicyEntries):
         row for each choice of this rank's experts, with one choice and its weight, sorted by
         expert, and returns a row each. Those of a token are summed before they are sent back, and
         then over the ranks. No token is dropped or padded.
+
+        With several chunks a rank's tokens are sent in as many parts, and the module runs once for
+        each, forward and backward, while others are sent: of the time of all-to-alls only the first
+        part's and the last part's remain. The module's products are smaller, which takes processor
+        time, so one chunk is best between ranks without latency. Outputs have the same bits for any
+        number of chunks if each row of the module's output depends on no other row, bits included:
+        some CPUs compute a product of one row differently, and a module may draw random numbers.
+        Gradients of parameters are summed over chunks, and differ in their last bits.
 
         Args:
             path: of the argument with the choices, a tensor of integers (tokens, choices); its
@@ -254,12 +264,21 @@ class PlanEntries(PolicyEntries):
                 weights.
             count: the module's attribute with the number of experts; while the module runs, the
                 number of this rank's experts.
+            chunks: parts in which a rank sends its tokens, the same on all ranks.
+            overlap: the name of a module beside the experts, such as ``"shared_experts"``, which
+                runs while their results, and in backward the gradients of these, are sent. The
+                module above has to call it with its own first input, behind the experts. None:
+                nothing does.
 
         Raises:
-            ValueError: as `index`.
+            ValueError: as `index`; or ``chunks`` is not at least 1.
         """
-        check_indexed_placements(f"dispatch({path!r})", path, placements)
-        options = {"tokens": tokens, "weights": weights, "count": count}
+        what = f"dispatch({path!r})"
+        check_indexed_placements(what, path, placements)
+        options: dict[str, Any] = {"tokens": tokens, "weights": weights, "count": count}
+        check_chunks(what, chunks)
+        options |= {"chunks": operator.index(chunks)} if chunks != 1 else {}
+        options |= {"overlap": overlap} if overlap is not None else {}
         return self._add(EntryKind.DISPATCH, path, mesh, placements, options=options)
 
     def context(

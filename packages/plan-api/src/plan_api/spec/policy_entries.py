@@ -114,12 +114,15 @@ class PolicyEntries(EntryList):
             path: of modules; one of every two layers is ``r"layers\.\d*[02468]"``.
             policy: ``"full"`` stores the inputs of a module only. ``"selective-op"`` also stores
                 the results of matrix products and of fused attention, which have the most FLOPs per
-                byte, and recomputes all other operators.
+                byte, and recomputes all other operators. ``"keep-dispatch"`` also stores the rows
+                that ranks receive where modules inside dispatch tokens (`dispatch`), so that
+                backward sends them no second time.
 
         Raises:
             ValueError: the path names a tensor, or there is no such policy. `parallelize` refuses
-                modules inside of others that are recomputed, two policies of one module, and
-                ``"selective-op"`` for parameters that are gathered again in backward.
+                modules inside of others that are recomputed, two policies of one module,
+                ``"selective-op"`` for parameters that are gathered again in backward, and
+                ``"keep-dispatch"`` for modules inside of which no tokens are dispatched.
         """
         check_recompute(f"recompute({path!r})", policy)
         return self._add(EntryKind.RECOMPUTE, path, (), None, options={"policy": policy})

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from plan_api.spec.arguments import check_chunks
 from plan_api.spec.axes import resolve_axes
 from plan_api.spec.entry import Entry, EntryKind, Phase
 from plan_api.spec.module_policies import CHECKS
@@ -34,7 +35,7 @@ _OPTIONS = {
     EntryKind.ANNOTATE: ("unit",),
     EntryKind.FACTORY: ("sizes",),
     EntryKind.INDEX: ("count", "flag"),
-    EntryKind.DISPATCH: ("tokens", "weights", "count"),
+    EntryKind.DISPATCH: ("tokens", "weights", "count", "chunks", "overlap"),
     EntryKind.FULLY_SHARD: (
         "granularity",
         "reshard_after_forward",
@@ -49,6 +50,7 @@ _OPTIONS = {
     EntryKind.RECOMPUTE: ("policy",),
     EntryKind.COMPILE: ("backend",),
 }
+_CHECKS = {**CHECKS, "chunks": check_chunks}
 _SHORT = re.compile(r"(?P<kind>[RSP])(?:\((?P<argument>\w+)\))?")
 
 
@@ -143,8 +145,8 @@ def _options_from_json(
     required = set(known) if kind in (EntryKind.RECOMPUTE, EntryKind.COMPILE) else set()
     _check_names(f"{what}: options", given, known, required)
     for name, value in given.items():
-        if name in CHECKS:
-            CHECKS[name](what, value)
+        if name in _CHECKS:
+            _CHECKS[name](what, value)
     return tuple((name, _option_from_json(what, name, value)) for name, value in given.items())
 
 

@@ -108,7 +108,7 @@ def install_static(
     handles += install_factories(model, lowered.sites, mesh, lowered.runs_on_dtensors, types, sizes)
     for path, indices in lowered.indices.items():
         if not lowered.runs_on_dtensors(path):
-            handles += install_expert_indices(model.get_submodule(path), indices, mesh, path)
+            handles += install_expert_indices(model, indices, mesh, path)
     attention = attention_calls(sites, mesh, is_static=True)
     for site in sites:
         if site.hook_point is HookPoint.OPERATOR:

@@ -56,7 +56,7 @@ def deepseek_v3(
     axes = expert_axes("deepseek_v3", tp, dp, sp, ep)
     first = "|".join(map(str, range(dense)))
     layers = rf"model\.layers\.(?!({first})\.)\d+" if dense else r"model\.layers\.\d+"
-    names = ExpertNames(mlp=rf"{layers}\.mlp")
+    names = ExpertNames(mlp=rf"{layers}\.mlp", shared="shared_experts")
     plan = decoder(mesh, tp, dp, sp, loss_parallel, None, linears=_LINEARS)
     if tp is not None:
         rest = Shard(1) if sp else Replicate()

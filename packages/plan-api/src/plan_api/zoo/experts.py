@@ -31,12 +31,14 @@ class ExpertNames:
         router: name of the router in such an MLP.
         index: argument of the experts that has the choices of tokens.
         weights: argument of the experts that has the weights of choices.
+        shared: name of the experts in such an MLP that take all tokens; None: there are none.
     """
 
     mlp: str = r".*\.mlp"
     router: str = "gate"
     index: str = "top_k_index"
     weights: str = "top_k_weights"
+    shared: str | None = None
 
     @property
     def experts(self) -> str:
@@ -98,7 +100,10 @@ def _expert_parallel(plan: Plan, axes: ExpertAxes, names: ExpertNames, output: s
         for axis in (axis for axis in axes.sharded if axis != tp):
             plan.redistribute(f"{output}.<out>", _P, _R, axis)
         return plan.local(experts, [_P] * len(axes.summed), axes.summed)
-    plan.dispatch(choices, shard, axes.sharded, weights=names.weights, count="num_experts")
+    plan.dispatch(
+        choices, shard, axes.sharded, weights=names.weights, count="num_experts",
+        overlap=names.shared,
+    )  # fmt: skip
     if tp in axes.dispatched:
         plan.annotate(rf"{names.mlp}\.{names.router}\..*\.grad", _P, tp)
         return plan.local(names.mlp, Shard(1), tp)

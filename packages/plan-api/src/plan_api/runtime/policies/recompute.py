@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 from plan_api.lowering.ir import ModulePolicy
+from plan_api.runtime.policies.kept_exchanges import kept_exchange_contexts
 from plan_api.runtime.policies.replaced_forward import ReplacedForward, forward_of
 
 __all__ = ["install_recompute", "recomputed_forward"]
@@ -60,11 +61,11 @@ def recomputed_forward(forward: Callable[..., Any], policy: str) -> Callable[...
 
     Args:
         forward: takes the module first.
-        policy: ``"full"``; or ``"selective-op"``, which keeps the results of matrix products and
-            fused attention.
+        policy: ``"full"``; ``"selective-op"``, which keeps the results of matrix products and
+            fused attention; or ``"keep-dispatch"``, which keeps the rows that are dispatched.
     """
     # Under torch.compile, passing no context differs from passing torch's empty one.
-    options: dict[str, Any] = {} if policy == "full" else {"context_fn": _selective_contexts}
+    options: dict[str, Any] = {"context_fn": _CONTEXTS[policy]} if policy in _CONTEXTS else {}
     # torch 2.13 cannot recompute operators that may draw random numbers, as fused attention
     # does, in a graph that takes DTensors: it takes their mesh for a tensor to save.
     with_dtensors = options or {"context_fn": _attention_contexts}
@@ -81,6 +82,9 @@ def recomputed_forward(forward: Callable[..., Any], policy: str) -> Callable[...
 
 def _selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(functools.partial(_policy, _PRODUCTS | _ATTENTION))
+
+
+_CONTEXTS = {"selective-op": _selective_contexts, "keep-dispatch": kept_exchange_contexts}
 
 
 def _attention_contexts() -> Any:
