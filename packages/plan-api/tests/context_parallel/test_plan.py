@@ -177,7 +177,7 @@ def test_attention_behind_a_child_is_that_of_a_sharded_sequence(monkeypatch):
     """In static mode, where the plan annotates dropout there too, which attention may have."""
     calls = []
 
-    def attention(query, key, value, call):
+    def attention(query, key, value, call, sinks):
         calls.append(query.shape)
         return value
 
