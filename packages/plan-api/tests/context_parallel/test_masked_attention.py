@@ -14,7 +14,7 @@ from plan_api import AttentionMask
 from plan_api.context_parallel import AttentionCall, SequenceSharding, tiles
 from plan_api.context_parallel.attention import IMPLEMENTATIONS
 from plan_api.context_parallel.dropout import AttentionDropout
-from testkit import run_ranks
+from testkit import CommLog, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -68,12 +68,13 @@ def one_device(query, key, value, sinks, mask, dropout_p):
     return F.dropout(weights, dropout_p) @ value
 
 
-def differences(case, mesh, ranks, **axes):
+def differences(case, mesh, order=None, **axes):
     """Returns the largest differences to one device, and whether both drew as many numbers."""
     from dist_rng import Region
 
     torch.manual_seed(1)
-    key_heads, length = case.heads * ranks, case.length
+    ranks, length = dist.get_world_size(), case.length
+    key_heads = case.heads * ranks
     heads = key_heads * case.groups
     features, value_features = case.features
     whole = [
@@ -93,7 +94,7 @@ def differences(case, mesh, ranks, **axes):
     after = torch.get_rng_state()
     torch.set_rng_state(before)
 
-    order = SequenceSharding(case.order, ranks).token_order(length)
+    order = order or SequenceSharding(case.order, ranks).token_order(length)
     own = order.positions().chunk(ranks)[dist.get_rank()]
 
     def local(tensor):
@@ -123,9 +124,8 @@ def differences(case, mesh, ranks, **axes):
 def check_cases(drawn, call_pairs):
     tiles._CALL_PAIRS = call_pairs
     tiles.block_tiles.cache_clear()
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,))
-    return [differences(case, mesh, ranks) for case in drawn]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return [differences(case, mesh) for case in drawn]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -145,3 +145,67 @@ def test_drawn_attention_equals_one_device(ranks, masks):
                 assert same_state, case
 
     check()
+
+
+WINDOW_OF_DOCUMENTS = AttentionMask.of_lengths([9, 14, 3]) & AttentionMask(window=6)
+MASKS = (
+    AttentionMask(causal=True), AttentionMask(), WINDOW_OF_DOCUMENTS,
+    AttentionMask(tokens=((0, 20), (5, 26))),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 2), (2, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str
+)
+def test_ulysses_within_a_ring_equals_one_device(shape):
+    """The ring along the first axis, heads along the second, in the ring's zig-zag order."""
+
+    def check():
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("across", "within"))
+        order = SequenceSharding("zigzag", shape[0]).token_order(26)
+        found = []
+        for mask in MASKS:
+            for has_sinks, dropout_p in ((False, 0.0), (True, 0.3)):
+                case = Case("ulysses", "", mask, 26, 1, 2, (8, 4), has_sinks, dropout_p)
+                found.append(differences(case, mesh, order.divided(shape[1]), ulysses_axis=1))
+        return found
+
+    for found in run_ranks(check, shape[0] * shape[1]):
+        assert all(max(largest) < 1e-12 and same_state for largest, same_state in found)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_window_sends_its_keys_to_the_next_rank_only(ranks):
+    """Forward the last window - 1 keys of each rank but the last; backward their gradients too."""
+
+    def check():
+        mesh, rank = init_device_mesh("cpu", (ranks,)), dist.get_rank()
+        mask, length = AttentionMask(causal=True, window=4), 8 * ranks
+        order = SequenceSharding("contiguous", ranks).token_order(length)
+        call = AttentionCall(mesh, 0, order, mask, None, "attention")
+        parts = [torch.randn(BATCH, heads, 8, 8).requires_grad_() for heads in (4, 2, 2)]
+        with CommLog() as forward:
+            out = IMPLEMENTATIONS["ring"](*parts, call)
+        with CommLog() as backward:
+            out.sum().backward()
+        sent = BATCH * 2 * 3 * (8 + 8) * 4 * (rank < ranks - 1)
+        returned = BATCH * 2 * 3 * (8 + 8) * 4 * (rank > 0)
+        assert forward.wire_bytes() == sent
+        assert forward.counts().get("send", 0) == (rank < ranks - 1)
+        assert backward.wire_bytes() == sent + returned
+        assert backward.counts().get("send", 0) == (rank < ranks - 1) + (rank > 0)
+
+    run_ranks(check, ranks)
+
+
+def test_documents_on_one_rank_send_nothing():
+    def check():
+        mesh = init_device_mesh("cpu", (2,))
+        order = SequenceSharding("contiguous", 2).token_order(16)
+        call = AttentionCall(mesh, 0, order, AttentionMask.of_lengths([5, 3, 8]), None, "attention")
+        parts = [torch.randn(1, 2, 8, 8).requires_grad_() for _ in range(3)]
+        with CommLog() as log:
+            IMPLEMENTATIONS["ring"](*parts, call).sum().backward()
+        return log.counts()
+
+    assert run_ranks(check, 2) == [{}, {}]

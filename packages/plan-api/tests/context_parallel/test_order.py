@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from plan_api import AttentionMask
 from plan_api.context_parallel import SequenceSharding, TokenOrder
-from plan_api.context_parallel.order import ORDERS, within
+from plan_api.context_parallel.order import ORDERS, areas, balanced_order, within
 from plan_api.context_parallel.tiles import block_tiles
 
 RANKS = (1, 2, 3, 4)
@@ -73,3 +75,48 @@ def test_parts_are_divided_in_their_order_and_grouped_again():
     with pytest.raises(ValueError, match="whose length 4 ranks divide, got 6"):
         order.divided(4)
     assert order != TokenOrder(11, order.parts)
+
+
+@given(data=st.data(), length=st.integers(1, 12), ranks=st.sampled_from(RANKS))
+def test_areas_are_those_of_the_ranks_queries(data, length, ranks, masks):
+    mask = data.draw(masks(length, 2))
+    order = SequenceSharding("zigzag", ranks).token_order(length)
+    by_query = torch.zeros(order.padded_length, dtype=torch.int64)
+    by_query[:length] = mask.dense(length).sum((0, 1, 3))
+    expected = [by_query[one].sum() for one in order.positions().chunk(ranks)]
+    assert areas(mask, order) == expected
+
+
+@st.composite
+def packed(draw):
+    """Draws documents of a few and of many tokens, and perhaps a window."""
+    lengths = draw(st.lists(st.integers(1, 1000) | st.integers(1, 20), min_size=1, max_size=30))
+    window = draw(st.none() | st.integers(1, 500))
+    return AttentionMask.of_lengths(lengths) & AttentionMask(window=window)
+
+
+@given(packed(), st.sampled_from([2, 4]))
+def test_the_busiest_rank_has_at_most_a_tenth_more_than_the_mean(mask, ranks):
+    length = mask.documents[0][-1]
+    order = balanced_order(mask, length, ranks)
+    assert order == balanced_order(mask, length, ranks)
+    positions = order.positions()
+    assert positions.sort().values.tolist() == list(range(order.padded_length))
+    for part in positions.chunk(ranks):
+        assert part.tolist() == sorted(part.tolist())
+    found = areas(mask, order)
+    assert sum(found) == mask.area(length)
+    if length >= 256 * ranks:
+        assert max(found) <= 1.1 * sum(found) / ranks
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_plain_masks_have_the_orders_of_plans(ranks):
+    length = 128 * ranks
+    for mask, name in (
+        (AttentionMask(causal=True), "zigzag"),
+        (AttentionMask(), "contiguous"),
+        (AttentionMask(causal=True, window=3), "contiguous"),
+    ):
+        expected = SequenceSharding(name, ranks).token_order(length)
+        assert balanced_order(mask, length, ranks) == expected

@@ -4,7 +4,7 @@ In causal attention query i attends to keys up to i. In contiguous order the las
 almost twice the mean work. In zig-zag order a sequence is split into 2N chunks, and rank r has
 chunks r and 2N-1-r: an early and a late one, together the same work on all ranks (Llama 3, section
 3.3.2; torch/distributed/tensor/experimental/_context_parallel/_load_balancer.py). For other masks
-`plan_api.context_parallel.balance` chooses an order by their area.
+`balanced_order` chooses an order by their area.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from typing import TypeAlias, get_args
 
 import torch
 
+from plan_api.context_parallel.mask import AttentionMask, key_ranges
 from plan_api.spec.plan_entries import SequenceOrder
 
-__all__ = ["ORDERS", "Positions", "SequenceSharding", "TokenOrder", "within"]
+__all__ = [
+    "ORDERS", "Positions", "SequenceSharding", "TokenOrder", "areas", "balanced_order", "within",
+]  # fmt: skip
 
 ORDERS: tuple[SequenceOrder, ...] = get_args(SequenceOrder)
 #: Ascending ranges of positions, from the first up to, and without, the second.
 Positions: TypeAlias = tuple[tuple[int, int], ...]
+_BALANCED = 1.05  # of the mean area, what the busiest rank may have
+_SHORTEST_CHUNK = 8  # below, tiles are too small to gain anything
 
 
 @dataclass(frozen=True)
@@ -186,3 +191,63 @@ class SequenceSharding:
         """
         by_chunk = torch.arange(length, device=device).view(self.chunks, -1)
         return by_chunk[self.all_chunks()].flatten()
+
+
+def balanced_order(mask: AttentionMask, length: int, ranks: int) -> TokenOrder:
+    """Chooses which tokens each rank has, so that all have about the same area of a mask.
+
+    The sequence is split into chunks of equal length, as few as give a balance: 1 for each rank, or
+    2, 4 and so on. The chunk with the largest area is given to the rank with the smallest, and so
+    on (Graham's longest processing time first, with equally many chunks for each rank). Causal
+    attention has 2 chunks for each rank, those of zig-zag order; a window shorter than a rank's
+    part has 1, so that only neighbours exchange keys. The result depends on the arguments only.
+
+    Args:
+        mask: of the batch on this rank; areas of its rows are added.
+        length: of the sequence, which is padded at its end for equal chunks.
+        ranks: the number of ranks.
+    """
+    best: tuple[float, TokenOrder] | None = None
+    area = _cumulative_area(mask, length)
+    mean = area[-1] / ranks
+    each = 1
+    while best is None or (best[0] > _BALANCED * mean and length >= _SHORTEST_CHUNK * ranks * each):
+        chunk = -(-length // (ranks * each))
+        edges = [min(number * chunk, length) for number in range(ranks * each + 1)]
+        costs = [area[stop] - area[start] for start, stop in pairwise(edges)]
+        chunks: list[list[int]] = [[] for _ in range(ranks)]
+        totals = [0] * ranks
+        for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
+            rank = min(
+                (rank for rank in range(ranks) if len(chunks[rank]) < each),
+                key=lambda rank: (totals[rank], rank),
+            )
+            chunks[rank].append(number)
+            totals[rank] += costs[number]
+        if best is None or max(totals) < best[0]:
+            # The ranks are numbered by their first tokens, so that neighbours have neighbours.
+            parts = sorted(
+                _merged(tuple((one * chunk, (one + 1) * chunk) for one in sorted(numbers)))
+                for numbers in chunks
+            )
+            best = max(totals), TokenOrder(length, tuple(parts))
+        each *= 2
+    return best[1]
+
+
+def areas(mask: AttentionMask, order: TokenOrder) -> list[int]:
+    """Returns the area of the mask for each rank's queries, summed over rows of the batch."""
+    area = _cumulative_area(mask, order.length)
+    return [
+        sum(area[min(stop, order.length)] - area[min(start, order.length)] for start, stop in part)
+        for part in order.parts
+    ]
+
+
+def _cumulative_area(mask: AttentionMask, length: int) -> list[int]:
+    """Returns the area of the queries before each position, and of all."""
+    area = torch.zeros(length + 1, dtype=torch.int64)
+    for row in range(mask.rows):
+        ranges = key_ranges(mask.row(row), length)
+        area[1:] += torch.tensor(ranges.stop) - torch.tensor(ranges.start)
+    return area.cumsum(0).tolist()  # type: ignore[no-any-return]
