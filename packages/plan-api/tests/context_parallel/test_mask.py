@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given
+import torch.nn.functional as F
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_mask
 from transformers.masking_utils import find_packed_sequence_indices
 
 from plan_api import AttentionMask
@@ -35,6 +37,20 @@ def test_an_intersection_has_the_pairs_of_both(data, length, masks):
     one, other = data.draw(masks(length, 2)), data.draw(masks(length, 2))
     both = (one & other).dense(length)
     assert torch.equal(both, (one.dense(length) & other.dense(length)).expand_as(both))
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), length=lengths, block_size=st.sampled_from([2, 4]))
+def test_flex_attention_has_the_same_pairs(data, length, block_size, masks):
+    """By its function, and by the blocks that it computes: no other has a pair."""
+    mask = data.draw(masks(length, 2))
+    expected = mask.dense(length)
+    found = mask.block_mask(length, torch.device("cpu"), block_size=block_size)
+    pairs = create_mask(found.mask_mod, mask.rows, 1, length, length, device="cpu")
+    assert torch.equal(pairs, expected)
+    padded = F.pad(expected, (0, -length % block_size, 0, -length % block_size))
+    blocks = padded.unflatten(3, (-1, block_size)).unflatten(2, (-1, block_size))
+    assert torch.equal(found.to_dense().bool(), blocks.any(5).any(3))
 
 
 @given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=5))
