@@ -24,10 +24,13 @@ CASES = [
 ]
 
 
-def inputs(kv_heads, dtype=torch.float64):
+def inputs(kv_heads, dtype=torch.float64, of_values=FEATURES):
     torch.manual_seed(0)
     heads = (HEADS, kv_heads, kv_heads, HEADS)
-    return [torch.randn(BATCH, n, LENGTH, FEATURES, dtype=torch.float64).to(dtype) for n in heads]
+    return [
+        torch.randn(BATCH, n, LENGTH, features, dtype=torch.float64).to(dtype)
+        for n, features in zip(heads, (FEATURES, FEATURES, of_values, of_values), strict=True)
+    ]
 
 
 def own_shard(mesh, order, tensor):
@@ -36,17 +39,19 @@ def own_shard(mesh, order, tensor):
     return tensor[:, :, positions].transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def run_attention(mesh, method, name, causal, kv_heads, dtype=torch.float64):
+def run_attention(
+    mesh, method, name, causal, kv_heads, dtype=torch.float64, *, of_values=FEATURES, scale=0.3
+):
     """Returns the output and gradients, and this rank's shards of those of one device."""
     order = SequenceSharding(name, mesh.size())
-    *whole, upstream = inputs(kv_heads, dtype)
+    *whole, upstream = inputs(kv_heads, dtype, of_values)
     whole = [one.requires_grad_() for one in whole]
     expected = F.scaled_dot_product_attention(
-        *whole, is_causal=causal, scale=0.3, enable_gqa=kv_heads != HEADS
+        *whole, is_causal=causal, scale=scale, enable_gqa=kv_heads != HEADS
     )
     expected.backward(upstream)
     local = [own_shard(mesh, order, one.detach()).requires_grad_() for one in whole]
-    out = IMPLEMENTATIONS[method](*local, AttentionCall(mesh, 0, order, causal, 0.3, "attention"))
+    out = IMPLEMENTATIONS[method](*local, AttentionCall(mesh, 0, order, causal, scale, "attention"))
     out.backward(own_shard(mesh, order, upstream))
     actual = [out.detach(), *(one.grad for one in local)]
     single = [own_shard(mesh, order, one) for one in (expected, *(one.grad for one in whole))]
@@ -66,6 +71,26 @@ def test_values_and_gradients_equal_one_device(ranks):
         return found
 
     for found in run_ranks(check, ranks):
+        for case, differences in found.items():
+            assert max(differences) < 1e-12, case
+
+
+@pytest.mark.parametrize("of_values", [5, 12], ids=["fewer", "more"])
+def test_values_may_have_another_number_of_features_than_keys(of_values):
+    """As in latent attention; the default scale is that of the queries' features."""
+
+    def check():
+        mesh, found = init_device_mesh("cpu", (2,)), {}
+        for case in CASES:
+            pairs = run_attention(mesh, *case, of_values=of_values, scale=None)
+            assert pairs[0][0].shape[-1] == of_values
+            found[case] = [
+                (actual - expected).abs().max().item()
+                for actual, expected in zip(*pairs, strict=True)
+            ]
+        return found
+
+    for found in run_ranks(check, 2):
         for case, differences in found.items():
             assert max(differences) < 1e-12, case
 

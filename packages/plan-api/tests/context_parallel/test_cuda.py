@@ -37,10 +37,10 @@ def test_tiles_add_up_to_attention(dtype):
     whole = [one.double().requires_grad_() for one in (query, key, value)]
     expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
     expected.backward(upstream.double())
-    order, kernel = SequenceSharding("zigzag", 2), select_kernel(query, None)
+    order, kernel = SequenceSharding("zigzag", 2), select_kernel(query, value, None)
     grad_key, grad_value = torch.zeros_like(key).float(), torch.zeros_like(value).float()
     for rank, own in enumerate(order.positions(LENGTH, query.device).chunk(2)):
-        queries, merged = query[:, :, own], OnlineSoftmax(query[:, :, own])
+        queries, merged = query[:, :, own], OnlineSoftmax(query[:, :, own], value.shape[-1])
         tiles = list(tiles_over_all(order, rank, len(own), LENGTH, True))
         for tile in tiles:
             part = kernel.forward(queries, key, value, tile)

@@ -249,4 +249,4 @@ def test_a_dtype_without_a_kernel_is_refused_with_the_remedy():
     with pytest.raises(
         NotImplementedError, match=r"no fused attention for torch.int64 on 'cpu'.*ul"
     ):
-        select_kernel(whole, None)
+        select_kernel(whole, whole, None)

@@ -24,7 +24,7 @@ from plan_api.runtime.local_redistribute import local_redistribution
 
 __all__ = ["all_gather_attention"]
 
-_SEQUENCE = 3  # dim of keys and values stacked
+_SEQUENCE = 2
 
 
 def all_gather_attention(
@@ -35,7 +35,7 @@ def all_gather_attention(
     Args:
         query: this rank's, (batch, heads, sequence, features).
         key: this rank's; its number of heads divides the queries'.
-        value: this rank's, of the shape of the keys.
+        value: this rank's, of the shape of the keys; it may have another number of features.
         call: the other arguments of the call.
     """
     out: torch.Tensor = _AllGatherAttention.apply(query, key, value, call)  # type: ignore[no-untyped-call]
@@ -50,14 +50,16 @@ class _AllGatherAttention(torch.autograd.Function):
         gather = local_redistribution(
             Shard(_SEQUENCE), Replicate(), call.mesh, call.axis, call.where
         )
-        gathered = _to_sequence_order(gather(torch.stack([key, value])), call)
-        kernel, merged = select_kernel(query, call.scale), OnlineSoftmax(query)
+        gathered = _to_sequence_order(gather(torch.cat([key, value], -1)), call)
+        features = [key.shape[-1], value.shape[-1]]
+        kernel = select_kernel(query, value, call.scale)
+        merged, (keys, values) = OnlineSoftmax(query, features[1]), gathered.split(features, -1)
         for tile in _tiles(query, gathered, call):
-            part = kernel.forward(query, gathered[0], gathered[1], tile)
+            part = kernel.forward(query, keys, values, tile)
             merged.add(tile, part.out, part.lse)
         out, lse = merged.result()
         ctx.save_for_backward(query, gathered, out, lse)
-        ctx.call, ctx.at = call, call.backward_context
+        ctx.call, ctx.at, ctx.features = call, call.backward_context, features
         return out
 
     @staticmethod
@@ -65,19 +67,20 @@ class _AllGatherAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         query, gathered, out, lse = ctx.saved_tensors
         call: AttentionCall = ctx.call
-        kernel, dtype = select_kernel(query, call.scale), accumulation_dtype(query.dtype)
+        keys, values = gathered.split(ctx.features, -1)
+        kernel, dtype = select_kernel(query, values, call.scale), accumulation_dtype(query.dtype)
         grad_query = torch.zeros_like(query, dtype=dtype)
         grad_gathered, output = torch.zeros_like(gathered, dtype=dtype), AttentionOutput(out, lse)
         for tile in _tiles(query, gathered, call):
-            part = kernel.backward(grads[0], query, gathered[0], gathered[1], output, tile)
+            part = kernel.backward(grads[0], query, keys, values, output, tile)
             grad_query[:, :, tile.queries] += part.query
-            grad_gathered[0][:, :, tile.keys] += part.key
-            grad_gathered[1][:, :, tile.keys] += part.value
+            grad_gathered[:, :, tile.keys] += torch.cat([part.key, part.value], -1)
         scatter = local_redistribution(
             Partial(), Shard(_SEQUENCE), call.mesh, call.axis, call.where
         )
         grad_local = scatter(_to_rank_order(grad_gathered, call)).to(gathered.dtype)
-        return grad_query.to(query.dtype), grad_local[0], grad_local[1], None
+        grad_key, grad_value = grad_local.split(ctx.features, -1)
+        return grad_query.to(query.dtype), grad_key, grad_value, None
 
 
 def _tiles(

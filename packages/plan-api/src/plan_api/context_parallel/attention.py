@@ -136,7 +136,7 @@ class _ContextParallelAttention:
         self._check_same_placements(query, key, value)
         self._check_shapes(query, key, value, is_causal)
         self._check_groups(query.to_local(), key.to_local(), enable_gqa)
-        placements, shape = query.placements, query.shape
+        placements, shape = query.placements, torch.Size((*query.shape[:-1], value.shape[-1]))
         with moving(self._step, placements, placements):
             out = self._attention(query.to_local(), key.to_local(), value.to_local(), call)
         stride = torch.empty(shape, device="meta").stride()
@@ -185,10 +185,10 @@ class _ContextParallelAttention:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
     ) -> None:
         lengths = query.shape[_SEQUENCE], key.shape[_SEQUENCE]
-        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+        if key.shape[:-1] != value.shape[:-1] or query.shape[-1] != key.shape[-1]:
             raise ValueError(
-                f"{self._path}: context parallelism expected keys and values of one shape, and as "
-                f"many features in queries, got queries of {tuple(query.shape)}, keys of "
+                f"{self._path}: context parallelism expected a value for each key, and as many "
+                f"features in queries as in keys, got queries of {tuple(query.shape)}, keys of "
                 f"{tuple(key.shape)} and values of {tuple(value.shape)}"
             )
         if causal and lengths[0] != lengths[1]:

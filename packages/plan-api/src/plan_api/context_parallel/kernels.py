@@ -7,8 +7,10 @@ all keys, so the gradients of tiles add up.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -47,11 +49,18 @@ class AttentionGradients:
 class AttentionKernel(ABC):
     """A fused kernel; all tensors are (batch, heads, sequence, features).
 
+    Values may have another number of features than queries and keys, as in latent attention. For
+    kernels that take one number only, the smaller ones are padded with zeros, which contribute
+    nothing to products, and to outputs only features that are dropped.
+
     Args:
-        scale: of products before the softmax; None: by the root of the number of features.
+        scale: of products before the softmax.
     """
 
-    def __init__(self, scale: float | None) -> None:
+    #: Whether values may have another number of features than keys.
+    takes_other_values: ClassVar[bool] = False
+
+    def __init__(self, scale: float) -> None:
         self._scale = scale
 
     def forward(
@@ -65,9 +74,13 @@ class AttentionKernel(ABC):
             value: as the keys.
             tile: which of them to compute.
         """
-        heads = query.shape[1]
+        heads, width = query.shape[1], self._width(key, value)
         keys, values = (_repeat_heads(full[:, :, tile.keys], heads) for full in (key, value))
-        return self._forward(query[:, :, tile.queries], keys, values, tile.causal)
+        queries, keys, padded = (
+            _pad_features(one, width) for one in (query[:, :, tile.queries], keys, values)
+        )
+        part = self._forward(queries, keys, padded, tile.causal)
+        return AttentionOutput(part.out[..., : value.shape[-1]], part.lse)
 
     def backward(
         self,
@@ -90,13 +103,25 @@ class AttentionKernel(ABC):
         """
         heads, key_heads, queries = query.shape[1], key.shape[1], tile.queries
         keys, values = (_repeat_heads(full[:, :, tile.keys], heads) for full in (key, value))
-        part = AttentionOutput(output.out[:, :, queries], output.lse[:, :, queries])
-        grads = self._backward(
-            grad[:, :, queries], query[:, :, queries], keys, values, part, tile.causal
-        )
+        width = self._width(key, value)
+        upstream, own, keys, values, out = (
+            _pad_features(one, width)
+            for one in (
+                grad[:, :, queries], query[:, :, queries], keys, values, output.out[:, :, queries]
+            )
+        )  # fmt: skip
+        part = AttentionOutput(out, output.lse[:, :, queries])
+        grads = self._backward(upstream, own, keys, values, part, tile.causal)
+        of_keys, of_values = key.shape[-1], value.shape[-1]
         return AttentionGradients(
-            grads.query, _sum_groups(grads.key, key_heads), _sum_groups(grads.value, key_heads)
+            grads.query[..., :of_keys],
+            _sum_groups(grads.key[..., :of_keys], key_heads),
+            _sum_groups(grads.value[..., :of_values], key_heads),
         )
+
+    def _width(self, key: torch.Tensor, value: torch.Tensor) -> int:
+        """Returns the number of features up to which all tensors are padded; 0: none is."""
+        return 0 if self.takes_other_values else max(key.shape[-1], value.shape[-1])
 
     @abstractmethod
     def _forward(
@@ -212,6 +237,8 @@ class _Operators(AttentionKernel):
     The scores of a tile are in memory, in at least 32 bits.
     """
 
+    takes_other_values = True
+
     def _forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
     ) -> AttentionOutput:
@@ -233,7 +260,7 @@ class _Operators(AttentionKernel):
         dtype = weights.dtype
         grad, out = grad.to(dtype), output.out.to(dtype)
         grad_weights = grad @ value.to(dtype).mT - (grad * out).sum(-1, keepdim=True)
-        grad_scores = weights * grad_weights * self._factor(query)
+        grad_scores = weights * grad_weights * self._scale
         return AttentionGradients(
             (grad_scores @ key.to(dtype)).to(query.dtype),
             (grad_scores.mT @ query.to(dtype)).to(key.dtype),
@@ -243,30 +270,30 @@ class _Operators(AttentionKernel):
     def _scores(self, query: torch.Tensor, key: torch.Tensor, causal: bool) -> torch.Tensor:
         """Products of queries and keys, scaled; those of later keys are minus infinity."""
         dtype = accumulation_dtype(query.dtype)
-        scores = (query.to(dtype) @ key.to(dtype).mT) * self._factor(query)
+        scores = (query.to(dtype) @ key.to(dtype).mT) * self._scale
         if causal:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
             scores = scores.masked_fill(later, -torch.inf)
         return scores
 
-    def _factor(self, query: torch.Tensor) -> float:
-        return query.shape[-1] ** -0.5 if self._scale is None else self._scale
 
-
-def select_kernel(query: torch.Tensor, scale: float | None) -> AttentionKernel:
-    """Selects the kernel for the device, dtype and number of features of queries.
+def select_kernel(query: torch.Tensor, value: torch.Tensor, scale: float | None) -> AttentionKernel:
+    """Selects the kernel for the device, dtype and numbers of features.
 
     Args:
-        query: the queries.
-        scale: of products before the softmax; None: by the root of the number of features.
+        query: the queries, which have as many features as the keys.
+        value: the values.
+        scale: of products before the softmax; None: by the root of the number of queries' features.
 
     Raises:
         NotImplementedError: no fused kernel of the CPU or of CUDA returns the log-sum-exp for them.
     """
     device, half = query.device.type, query.dtype in (torch.float16, torch.bfloat16)
+    features = max(query.shape[-1], value.shape[-1])
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if device == "cpu" and query.dtype.is_floating_point:
         return _CpuFlash(scale)
-    if device == "cuda" and half and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0:
+    if device == "cuda" and half and features <= 256 and features % 8 == 0:
         return _CudaFlash(scale)
     if device == "cuda" and (half or query.dtype is torch.float32):
         return _CudaEfficient(scale)
@@ -281,6 +308,12 @@ def select_kernel(query: torch.Tensor, scale: float | None) -> AttentionKernel:
 def _no_random_state(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the seed and the offset of dropout, which is not used."""
     return (like.new_zeros(2, dtype=torch.uint64), like.new_zeros(0, dtype=torch.uint64))
+
+
+def _pad_features(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """Appends features of zeros up to a number of them."""
+    missing = width - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing > 0 else tensor
 
 
 def _repeat_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -302,11 +335,12 @@ class OnlineSoftmax:
 
     Args:
         query: (batch, heads, queries, features), of any floating dtype.
+        features: of the output, as many as of values.
     """
 
-    def __init__(self, query: torch.Tensor) -> None:
-        dtype = accumulation_dtype(query.dtype)
-        self._out = torch.zeros(query.shape, dtype=dtype, device=query.device)
+    def __init__(self, query: torch.Tensor, features: int) -> None:
+        dtype, shape = accumulation_dtype(query.dtype), (*query.shape[:-1], features)
+        self._out = torch.zeros(shape, dtype=dtype, device=query.device)
         self._lse = torch.full(query.shape[:-1], -torch.inf, dtype=dtype, device=query.device)
         self._dtype = query.dtype
 

@@ -36,7 +36,7 @@ def ring_attention(
     Args:
         query: this rank's, (batch, heads, sequence, features).
         key: this rank's; its number of heads divides the queries'.
-        value: this rank's, of the shape of the keys.
+        value: this rank's, of the shape of the keys; it may have another number of features.
         call: the other arguments of the call.
     """
     out: torch.Tensor = _RingAttention.apply(query, key, value, call)  # type: ignore[no-untyped-call]
@@ -71,15 +71,16 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
-        kernel, merged = select_kernel(query, call.scale), OnlineSoftmax(query)
-        block = torch.stack([key, value])
+        kernel = select_kernel(query, value, call.scale)
+        merged, features = OnlineSoftmax(query, value.shape[-1]), [key.shape[-1], value.shape[-1]]
+        block = torch.cat([key, value], -1)
         spare = torch.empty_like(block)
         for step in range(call.order.ranks):
             exchange = _RingExchange(block, spare, call) if step + 1 < call.order.ranks else None
             tile = _tile(query, key, call, step)
             if tile is not None:
                 with record_function("ring: compute"):
-                    part = kernel.forward(query, block[0], block[1], tile)
+                    part = kernel.forward(query, *block.split(features, -1), tile)
                     merged.add(tile, part.out, part.lse)
             if exchange is not None:
                 block, spare = exchange.wait()
@@ -93,10 +94,10 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         call: AttentionCall = ctx.call
-        kernel, output = select_kernel(query, call.scale), AttentionOutput(out, lse)
-        ranks = call.order.ranks
+        kernel, output = select_kernel(query, value, call.scale), AttentionOutput(out, lse)
+        ranks, features = call.order.ranks, [key.shape[-1], value.shape[-1]]
         grad_query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
-        block = torch.stack([key, value])
+        block = torch.cat([key, value], -1)
         spare = torch.empty_like(block)
         # The gradient of the current block, with the terms of the ranks that had it before.
         grad_block = torch.zeros_like(block, dtype=grad_query.dtype)
@@ -107,20 +108,20 @@ class _RingAttention(torch.autograd.Function):
             tile = _tile(query, key, call, step)
             if tile is not None:
                 with record_function("ring: compute"):
-                    part = kernel.backward(grads[0], query, block[0], block[1], output, tile)
+                    keys, values = block.split(features, -1)
+                    part = kernel.backward(grads[0], query, keys, values, output, tile)
                     grad_query[:, :, tile.queries] += part.query
             if grad_exchange is not None:
                 grad_block, grad_spare = grad_exchange.wait()
             if tile is not None:
-                grad_block[0][:, :, tile.keys] += part.key
-                grad_block[1][:, :, tile.keys] += part.value
+                grad_block[:, :, tile.keys] += torch.cat([part.key, part.value], -1)
             if ranks > 1:
                 grad_exchange = _RingExchange(grad_block, grad_spare, call)
             if exchange is not None:
                 block, spare = exchange.wait()
         if grad_exchange is not None:
             grad_block, _ = grad_exchange.wait()
-        grad_key, grad_value = grad_block.to(key.dtype)
+        grad_key, grad_value = grad_block.to(key.dtype).split(features, -1)
         return grad_query.to(query.dtype), grad_key, grad_value, None
 
 

@@ -28,7 +28,7 @@ def ulysses_attention(
     Args:
         query: this rank's, (batch, heads, sequence, features).
         key: this rank's; its number of heads divides the queries'.
-        value: this rank's, of the shape of the keys.
+        value: this rank's, of the shape of the keys; it may have another number of features.
         call: the other arguments of the call; in contiguous order.
 
     Raises:
