@@ -130,7 +130,7 @@ class _ContextParallelAttention:
             self._check_groups(query, key, enable_gqa)
             length = query.shape[_SEQUENCE] * self._order.ranks
             self._order.check_length(length, self._path)
-            return self._attention(query, key, value, call).contiguous()
+            return self._run(query, key, value, call)
         query = self._check_placements(query)
         key, value = self._check_placements(key), self._check_placements(value)
         self._check_same_placements(query, key, value)
@@ -138,11 +138,18 @@ class _ContextParallelAttention:
         self._check_groups(query.to_local(), key.to_local(), enable_gqa)
         placements, shape = query.placements, torch.Size((*query.shape[:-1], value.shape[-1]))
         with moving(self._step, placements, placements):
-            out = self._attention(query.to_local(), key.to_local(), value.to_local(), call)
+            out = self._run(query.to_local(), key.to_local(), value.to_local(), call)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
-            out.contiguous(), self._mesh, placements, run_check=False, shape=shape, stride=stride
+            out, self._mesh, placements, run_check=False, shape=shape, stride=stride
         )
+
+    def _run(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        """Computes on local tensors, and creates local ones, also under `Plan.factory`."""
+        with torch._C.DisableTorchFunction():
+            return self._attention(query, key, value, call).contiguous()
 
     def _waits_for_(self) -> str:
         """Describes the collective to `fused_comm.diagnosis`."""
