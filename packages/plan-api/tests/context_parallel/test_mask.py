@@ -2,8 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given
+import torch.nn.functional as F
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_mask, flex_attention
+from torch.testing import assert_close
 from transformers.masking_utils import find_packed_sequence_indices
 
 from plan_api import AttentionMask
@@ -35,6 +38,29 @@ def test_an_intersection_has_the_pairs_of_both(data, length, masks):
     one, other = data.draw(masks(length, 2)), data.draw(masks(length, 2))
     both = (one & other).dense(length)
     assert torch.equal(both, (one.dense(length) & other.dense(length)).expand_as(both))
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), length=lengths, block_size=st.sampled_from([2, 4]))
+def test_flex_attention_has_the_same_pairs(data, length, block_size, masks):
+    """By its function, and by the blocks that it computes: no other has a pair."""
+    mask = data.draw(masks(length, 2))
+    expected = mask.dense(length)
+    found = mask.block_mask(length, torch.device("cpu"), block_size=block_size)
+    pairs = create_mask(found.mask_mod, mask.rows, 1, length, length, device="cpu")
+    assert torch.equal(pairs, expected)
+    padded = F.pad(expected, (0, -length % block_size, 0, -length % block_size))
+    blocks = padded.unflatten(3, (-1, block_size)).unflatten(2, (-1, block_size))
+    assert torch.equal(found.to_dense().bool(), blocks.any(5).any(3))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_computes_the_same_output():
+    mask = AttentionMask.of_lengths([70, 58]) & AttentionMask(window=40)
+    query, key, value = torch.randn(3, 2, 4, 128, 16)
+    block_mask = mask.block_mask(128, query.device)
+    expected = F.scaled_dot_product_attention(query, key, value, mask.dense(128))
+    assert_close(flex_attention(query, key, value, block_mask=block_mask), expected)
 
 
 @given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=5))

@@ -13,9 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = ["AttentionMask", "KeyRanges", "key_ranges"]
 
@@ -247,15 +250,43 @@ class AttentionMask:
         """Returns the number of pairs of a query and a key, summed over its rows."""
         return sum(key_ranges(self.row(row), length).area for row in range(self.rows))
 
+    def block_mask(self, length: int, device: torch.device, *, block_size: int = 128) -> BlockMask:
+        """Converts it to the block mask of `torch.nn.attention.flex_attention`.
+
+        Args:
+            length: of the sequence.
+            device: of the attention; FlexAttention has no backward on a CPU.
+            block_size: the number of queries, and of keys, of a block.
+
+        Returns:
+            the mask of all rows, for any number of heads.
+        """
+        # Its module imports torch's compiler.
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        start, stop = (one.to(device) for one in self._ranges(length))
+
+        def mask_mod(
+            row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+        ) -> torch.Tensor:
+            return (key >= start[row, query]) & (key < stop[row, query])
+
+        rows = None if self.rows == 1 else self.rows  # one row is broadcast over the batch
+        return create_block_mask(
+            mask_mod, rows, None, length, length, device=device, BLOCK_SIZE=block_size
+        )
+
     def dense(self, length: int) -> torch.Tensor:
         """Returns the mask as a bool tensor of (rows, 1, length, length), true where attended."""
+        start, stop = (one[:, None, :, None] for one in self._ranges(length))
         keys = torch.arange(length)
-        ranges = [key_ranges(self.row(row), length) for row in range(self.rows)]
-        start, stop = (
-            torch.tensor([getattr(one, name) for one in ranges])[:, None, :, None]
-            for name in ("start", "stop")
-        )
         return (keys >= start) & (keys < stop)
+
+    def _ranges(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the bounds of the keys of each query: (rows, length)."""
+        ranges = [key_ranges(self.row(row), length) for row in range(self.rows)]
+        start, stop = ([getattr(one, name) for one in ranges] for name in ("start", "stop"))
+        return torch.tensor(start), torch.tensor(stop)
 
 
 @dataclass(frozen=True)

@@ -250,4 +250,4 @@ def _cumulative_area(mask: AttentionMask, length: int) -> list[int]:
     for row in range(mask.rows):
         ranges = key_ranges(mask.row(row), length)
         area[1:] += torch.tensor(ranges.stop) - torch.tensor(ranges.start)
-    return area.cumsum(0).tolist()  # type: ignore[no-any-return]
+    return area.cumsum(0).tolist()
