@@ -2,6 +2,7 @@
 
 from plan_api import zoo
 from plan_api.api import parallelize
+from plan_api.context_parallel.mask import AttentionMask
 from plan_api.inspect.debug import breakpoint  # noqa: A004  # its name in torch as well
 from plan_api.inspect.explain import Diff, Explanation, diff, explain
 from plan_api.inspect.track import Record, track
@@ -18,6 +19,7 @@ from plan_api.static.comparison import Difference, StaticError
 from plan_api.static.generation import generate_static, plan_communication
 
 __all__ = [
+    "AttentionMask",
     "Diff",
     "Difference",
     "Entry",

@@ -177,7 +177,7 @@ def test_attention_behind_a_child_is_that_of_a_sharded_sequence(monkeypatch):
     """In static mode, where the plan annotates dropout there too, which attention may have."""
     calls = []
 
-    def attention(query, key, value, call):
+    def attention(query, key, value, call, sinks):
         calls.append(query.shape)
         return value
 
@@ -249,4 +249,4 @@ def test_a_dtype_without_a_kernel_is_refused_with_the_remedy():
     with pytest.raises(
         NotImplementedError, match=r"no fused attention for torch.int64 on 'cpu'.*ul"
     ):
-        select_kernel(whole, whole, None)
+        select_kernel(whole, None)
