@@ -212,15 +212,17 @@ class _ContextParallelAttention:
         for length in lengths:
             self._order.check_length(length, self._path)
         order, key_order = (self._order.token_order(length) for length in lengths)
-        dropout = None
-        if dropout_p > 0.0:
-            dropout = self._dropout(dropout_p, query, global_query, order, key_order)
-        call = AttentionCall(
-            self._mesh, self._axis, order, mask, scale, self._path, self._backward_context,
-            None if key_order == order else key_order, None, dropout,
-        )  # fmt: skip
-        call.check(query, key)
-        return self._attention(query, key, value, call, sinks).contiguous()
+        # What is created here is local, also where the plan places what the module creates.
+        with torch._C.DisableTorchFunction():
+            dropout = None
+            if dropout_p > 0.0:
+                dropout = self._dropout(dropout_p, query, global_query, order, key_order)
+            call = AttentionCall(
+                self._mesh, self._axis, order, mask, scale, self._path, self._backward_context,
+                None if key_order == order else key_order, None, dropout,
+            )  # fmt: skip
+            call.check(query, key)
+            return self._attention(query, key, value, call, sinks).contiguous()
 
     def _waits_for_(self) -> str:
         """Describes the collective to `fused_comm.diagnosis`."""
