@@ -1,4 +1,4 @@
-"""The mask of the batch that a model with a sharded sequence runs: its order of tokens, its padding.
+"""The mask of the batch that a model with a sharded sequence runs: tokens' order and padding.
 
 A model's own code does not know the tokens of other ranks, and would make masks of places in the
 ranks' order. So the script describes the mask, around the step: inputs are ordered and padded by
