@@ -333,25 +333,42 @@ def test_heads_that_tp_does_not_divide_are_refused():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("method", ["ring", "all-gather", "ulysses"])
-def test_a_dit_trains_with_context_parallelism(method):
-    """The sequence is the patches, between their embedding and the final layer."""
+@pytest.mark.parametrize(
+    ("shape", "method"),
+    [
+        ((2,), "ring"),
+        *(
+            pytest.param(shape, method, marks=pytest.mark.slow)
+            for shape, method in [((2,), "all-gather"), ((2,), "ulysses"), ((2, 2), "ring")]
+        ),
+    ],
+    ids=str,
+)
+def test_a_dit_trains_with_context_parallelism(shape, method):
+    """The sequence is the patches, between their embedding and the final layer; dropout is on.
+
+    In both modes, of which static mode compares its first step with Eager.
+    """
+    dp = ("dp",) * (len(shape) - 1)
 
     def check():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        order = {"order": "contiguous"}
-        plan = (
-            Plan(mesh)
-            .sequence(r"model\.blocks\.0.<in>", "cp", **order)
-            .context(r"model\.blocks\.\d+\.attn", "cp", method=method, **order)
-            .shard(r"model\.final_layer.<out>", Replicate(), "cp")
-        )
-        for name in ("x_embedder", r"t_embedder\.mlp", r"y_embedder\.embedding_table"):
-            plan.shard(rf"model\.{name}.<in>", Replicate(), "cp")
-        plan.shard(r"criterion.<in:target>", Replicate(), "cp")
-        model = parallelize(random_dit(dropout=0.0), plan)
-        return models.train(model, noise_loss, steps=5)
+        mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=(*dp, "cp")), []
+        options = {"tp": None, "dp": next(iter(dp), None), "cp": "cp", "cp_method": method}
+        for mode in ("eager", "static"):
+            plan = with_noise_loss(zoo.dit(mesh, **options), *dp)
+            model = parallelize(random_dit(), plan, mode=mode, strict=True)
+            found.append((trained(model), list(installed(model).coverage.unused_sites)))
+        return found
 
-    losses = models.train(random_dit(dropout=0.0), noise_loss, steps=5)
-    for actual in run_ranks(check, 2):
-        assert actual == pytest.approx(losses, abs=1e-5, rel=0)
+    expected = trained(random_dit())
+    for found in run_ranks(check, torch.Size(shape).numel()):
+        for actual, unused in found:
+            assert actual.losses == pytest.approx(expected.losses, abs=1e-5, rel=0)
+            assert actual.norms == pytest.approx(expected.norms, abs=1e-6, rel=1e-4)
+            assert unused == []
+
+
+def test_context_parallelism_of_a_dit_beside_tp_is_refused():
+    message = r"zoo.dit: expected cp='cp' without tp.*tp=None"
+    with fake_mesh((2, 2), ("cp", "tp")) as mesh, pytest.raises(ValueError, match=message):
+        zoo.dit(mesh, cp="cp")

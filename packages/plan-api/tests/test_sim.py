@@ -7,10 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 
-from plan_api import Plan, parallelize, zoo
-from plan_api.context_parallel import SequenceSharding
+from plan_api import AttentionMask, Plan, parallelize, zoo
+from plan_api.context_parallel import AttentionCall, SequenceSharding
 from plan_api.context_parallel.attention import IMPLEMENTATIONS
-from plan_api.context_parallel.order import AttentionCall
 from plan_api.static.comparison import preserved_state
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models
 from testkit.sim.ranks import run_sim_ranks
@@ -104,12 +103,14 @@ def attended(device, method, causal):
     """Output and gradients of attention over a sequence of 16 tokens on 2 ranks."""
     mesh = init_device_mesh(device, (2,))
     order = SequenceSharding("contiguous" if method == "ulysses" else "zigzag", 2)
+    order = order.token_order(16)
     torch.manual_seed(0)
     whole = [torch.randn(2, heads, 16, 8, dtype=torch.float64) for heads in (8, 4, 4, 8)]
-    own = order.positions(16).chunk(2)[mesh.get_local_rank()]
+    own = order.positions().chunk(2)[mesh.get_local_rank()]
     *local, upstream = (one[:, :, own].contiguous().to(device) for one in whole)
     local = [one.requires_grad_() for one in local]
-    out = IMPLEMENTATIONS[method](*local, AttentionCall(mesh, 0, order, causal, 0.3, "attention"))
+    call = AttentionCall(mesh, 0, order, AttentionMask(causal), 0.3, "attention")
+    out = IMPLEMENTATIONS[method](*local, call)
     out.backward(upstream)
     return [one.detach().cpu() for one in (out, *(one.grad for one in local))]
 

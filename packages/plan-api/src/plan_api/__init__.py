@@ -2,6 +2,8 @@
 
 from plan_api import zoo
 from plan_api.api import parallelize
+from plan_api.context_parallel.batch import attention_mask
+from plan_api.context_parallel.mask import AttentionMask
 from plan_api.inspect.debug import breakpoint  # noqa: A004  # its name in torch as well
 from plan_api.inspect.explain import Diff, Explanation, diff, explain
 from plan_api.inspect.track import Record, track
@@ -20,6 +22,7 @@ from plan_api.static.comparison import Difference, StaticError
 from plan_api.static.generation import generate_static, plan_communication
 
 __all__ = [
+    "AttentionMask",
     "Diff",
     "Difference",
     "Entry",
@@ -32,6 +35,7 @@ __all__ = [
     "RouterZLoss",
     "StaticError",
     "add_router_z_loss",
+    "attention_mask",
     "breakpoint",
     "deferred_init",
     "diff",

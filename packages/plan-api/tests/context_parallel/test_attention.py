@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as native
 
-from plan_api.context_parallel import SequenceSharding
+from plan_api import AttentionMask
+from plan_api.context_parallel import AttentionCall, SequenceSharding
 from plan_api.context_parallel.attention import IMPLEMENTATIONS
-from plan_api.context_parallel.order import AttentionCall
 from testkit import CommLog, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -32,13 +32,13 @@ def inputs(kv_heads, dtype=torch.float64):
 
 def own_shard(mesh, order, tensor):
     """Returns this rank's shard, with the strides of transformers: heads after the sequence."""
-    positions = order.positions(LENGTH).chunk(order.ranks)[mesh.get_local_rank()]
+    positions = order.positions().chunk(order.ranks)[mesh.get_local_rank()]
     return tensor[:, :, positions].transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def run_attention(mesh, method, name, causal, kv_heads, dtype=torch.float64):
     """Returns the output and gradients, and this rank's shards of those of one device."""
-    order = SequenceSharding(name, mesh.size())
+    order = SequenceSharding(name, mesh.size()).token_order(LENGTH)
     *whole, upstream = inputs(kv_heads, dtype)
     whole = [one.requires_grad_() for one in whole]
     expected = F.scaled_dot_product_attention(
@@ -46,7 +46,8 @@ def run_attention(mesh, method, name, causal, kv_heads, dtype=torch.float64):
     )
     expected.backward(upstream)
     local = [own_shard(mesh, order, one.detach()).requires_grad_() for one in whole]
-    out = IMPLEMENTATIONS[method](*local, AttentionCall(mesh, 0, order, causal, 0.3, "attention"))
+    call = AttentionCall(mesh, 0, order, AttentionMask(causal), 0.3, "attention")
+    out = IMPLEMENTATIONS[method](*local, call)
     out.backward(own_shard(mesh, order, upstream))
     actual = [out.detach(), *(one.grad for one in local)]
     single = [own_shard(mesh, order, one) for one in (expected, *(one.grad for one in whole))]
@@ -96,7 +97,7 @@ def test_the_ring_equals_the_native_ring(balanced):
     def check():
         mesh, aten = init_device_mesh("cpu", (2,)), torch.ops.aten
         name = "zigzag" if balanced else "contiguous"
-        order, group = SequenceSharding(name, 2), mesh.get_group()
+        order, group = SequenceSharding(name, 2).token_order(LENGTH), mesh.get_group()
         actual, _ = run_attention(mesh, "ring", name, True, HEADS)
         query, key, value, upstream = (own_shard(mesh, order, one) for one in inputs(HEADS))
         options, before = native._cp_options, native._cp_options.enable_load_balance
@@ -132,22 +133,22 @@ def test_the_ring_equals_the_native_ring(balanced):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_collectives_and_bytes(ranks):
-    """Ulysses 4 all-to-alls each way, all-gather 1 and 1, the ring N-1 messages and 2N-1."""
+    """Ulysses 4 all-to-alls each way, all-gather 1 and 1, the ring N-1 messages and 2N-2."""
 
-    def check(method):
-        mesh, order = (
-            init_device_mesh("cpu", (dist.get_world_size(),)),
-            SequenceSharding("contiguous", ranks),
-        )
+    def check():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        order = SequenceSharding("contiguous", ranks).token_order(LENGTH)
+        call = AttentionCall(mesh, 0, order, AttentionMask(), None, "attention")
         *whole, upstream = inputs(4)
-        local = [own_shard(mesh, order, one).requires_grad_() for one in whole]
-        with CommLog() as forward:
-            out = IMPLEMENTATIONS[method](
-                *local, AttentionCall(mesh, 0, order, True, None, "attention")
-            )
-        with CommLog() as backward:
-            out.backward(own_shard(mesh, order, upstream))
-        return [(log.counts(), log.wire_bytes()) for log in (forward, backward)]
+        found = {}
+        for method, attention in IMPLEMENTATIONS.items():
+            local = [own_shard(mesh, order, one).requires_grad_() for one in whole]
+            with CommLog() as forward:
+                out = attention(*local, call)
+            with CommLog() as backward:
+                out.backward(own_shard(mesh, order, upstream))
+            found[method] = [(log.counts(), log.wire_bytes()) for log in (forward, backward)]
+        return found
 
     block = 2 * BATCH * 4 * (LENGTH // ranks) * FEATURES * 8  # bytes of keys and values
     others = ranks - 1
@@ -155,7 +156,7 @@ def test_collectives_and_bytes(ranks):
     expected = {
         "ring": [
             ({"send": others, "recv": others}, others * block),
-            ({"send": others + ranks, "recv": others + ranks}, (others + ranks) * block),
+            ({"send": 2 * others, "recv": 2 * others}, 2 * others * block),
         ],
         "all-gather": [
             ({"all_gather": 1}, others * block),
@@ -163,6 +164,5 @@ def test_collectives_and_bytes(ranks):
         ],
         "ulysses": [({"all_to_all": 4}, queries_and_more)] * 2,
     }
-    for method, sent in expected.items():
-        for found in run_ranks(check, ranks, method):
-            assert found == sent, method
+    for found in run_ranks(check, ranks):
+        assert found == expected

@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from plan_api.context_parallel import SequenceSharding
+from plan_api import AttentionMask
+from plan_api.context_parallel import AttentionCall, SequenceSharding
 from plan_api.context_parallel.attention import IMPLEMENTATIONS
-from plan_api.context_parallel.kernels import AttentionOutput, OnlineSoftmax, select_kernel
-from plan_api.context_parallel.order import AttentionCall, tiles_over_all
+from plan_api.context_parallel.kernels import AttentionOutput, TileOptions, select_kernel
+from plan_api.context_parallel.online_softmax import OnlineSoftmax
+from plan_api.context_parallel.tiles import block_tiles
 from testkit import mesh_of_one
 
 pytestmark = [
@@ -30,27 +32,41 @@ def inputs(dtype):
     return [torch.randn(2, heads, LENGTH, 64, device="cuda", dtype=dtype) for heads in (8, 4, 4, 8)]
 
 
+MASKS = {
+    "causal": AttentionMask(causal=True),
+    "window of documents": AttentionMask.of_lengths([50, 30]) & AttentionMask(window=9),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=list(MASKS))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tiles_add_up_to_attention(dtype):
-    """As each of two ranks computes it, in zig-zag order: causal and full tiles."""
+def test_tiles_add_up_to_attention(dtype, mask):
+    """As each of two ranks computes it, in zig-zag order: causal, full and masked tiles."""
     query, key, value, upstream = inputs(dtype)
     whole = [one.double().requires_grad_() for one in (query, key, value)]
-    expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    expected = F.scaled_dot_product_attention(*whole, mask.dense(LENGTH).cuda(), enable_gqa=True)
     expected.backward(upstream.double())
-    order, kernel = SequenceSharding("zigzag", 2), select_kernel(query, None)
+    order, kernel = SequenceSharding("zigzag", 2).token_order(LENGTH), select_kernel(query, None)
     grad_key, grad_value = torch.zeros_like(key).float(), torch.zeros_like(value).float()
-    for rank, own in enumerate(order.positions(LENGTH, query.device).chunk(2)):
-        queries, merged = query[:, :, own], OnlineSoftmax(query[:, :, own])
-        tiles = list(tiles_over_all(order, rank, len(own), LENGTH, True))
-        for tile in tiles:
-            part = kernel.forward(queries, key, value, tile)
+    for rank, own in enumerate(order.positions(query.device).chunk(2)):
+        queries, merged = query[:, :, own], OnlineSoftmax(query[:, :, own], value.shape[-1])
+        block = block_tiles(mask, order.parts[rank], ((0, LENGTH),), LENGTH, LENGTH)
+        options = [
+            TileOptions(
+                tile.kind == "causal",
+                block.mask(tile, query.device) if tile.kind == "masked" else None,
+            )
+            for tile in block.tiles
+        ]
+        for number, tile in enumerate(block.tiles):
+            part = kernel.forward(queries, key, value, tile, options[number])
             merged.add(tile, part.out, part.lse)
         out, lse = merged.result()
         close(out, expected[:, :, own], dtype)
         grad_query = torch.zeros_like(queries).float()
-        for tile in tiles:
-            grad = upstream[:, :, own]
-            found = kernel.backward(grad, queries, key, value, AttentionOutput(out, lse), tile)
+        for number, tile in enumerate(block.tiles):
+            grad, output = upstream[:, :, own], AttentionOutput(out, lse)
+            found = kernel.backward(grad, queries, key, value, output, tile, options[number])
             grad_query[:, :, tile.queries] += found.query
             grad_key[:, :, tile.keys] += found.key
             grad_value[:, :, tile.keys] += found.value
@@ -64,7 +80,8 @@ def test_one_rank_with_nccl(method, mesh):
     *tensors, upstream = inputs(torch.bfloat16)
     actual = [one.clone().requires_grad_() for one in tensors]
     reference = [one.clone().double().requires_grad_() for one in tensors]
-    call = AttentionCall(mesh, 0, SequenceSharding("contiguous", 1), True, None, "attention")
+    order = SequenceSharding("contiguous", 1).token_order(LENGTH)
+    call = AttentionCall(mesh, 0, order, AttentionMask(causal=True), None, "attention")
     out = IMPLEMENTATIONS[method](*actual, call)
     expected = F.scaled_dot_product_attention(*reference, is_causal=True, enable_gqa=True)
     out.backward(upstream)

@@ -177,7 +177,7 @@ def test_attention_behind_a_child_is_that_of_a_sharded_sequence(monkeypatch):
     """In static mode, where the plan annotates dropout there too, which attention may have."""
     calls = []
 
-    def attention(query, key, value, call):
+    def attention(query, key, value, call, sinks):
         calls.append(query.shape)
         return value
 
@@ -202,7 +202,7 @@ CALLS = {
     "padding": (
         {"input_ids": TOKENS, "attention_mask": PADDED},
         {},
-        r"layers\.0\.self_attn: .*got a mask of \(2, 1, 8, 8\).*labels of -100",
+        r"layers\.0\.self_attn: .*got a mask of \(2, 1, 8, 8\).*plan_api\.attention_mask\(mask\)",
     ),
     "dropout": (
         {"input_ids": TOKENS},

@@ -6,96 +6,105 @@ backward. The gathered tensors are saved for backward: as many keys and values a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from plan_api.context_parallel.kernels import (
-    AttentionOutput,
-    OnlineSoftmax,
-    accumulation_dtype,
-    select_kernel,
+from plan_api.context_parallel.block_attention import (
+    Block,
+    BlockBackward,
+    BlockForward,
+    pack,
+    sinks_grad,
 )
-from plan_api.context_parallel.order import AttentionCall, AttentionTile, tiles_over_all
+from plan_api.context_parallel.call import AttentionCall
+from plan_api.context_parallel.dropout import DropoutMasks
+from plan_api.context_parallel.kernels import AttentionOutput
 from plan_api.runtime.error_context import annotate_backward_errors
 from plan_api.runtime.local_redistribute import local_redistribution
 
 __all__ = ["all_gather_attention"]
 
-_SEQUENCE = 3  # dim of keys and values stacked
+_SEQUENCE = 2
 
 
 def all_gather_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: AttentionCall,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes attention over all ranks' keys.
 
     Args:
         query: this rank's, (batch, heads, sequence, features).
         key: this rank's; its number of heads divides the queries'.
-        value: this rank's, of the shape of the keys.
+        value: this rank's, as the keys; it may have other features.
         call: the other arguments of the call.
+        sinks: a score of each head for a key without a value, (heads); None: there is none.
     """
-    out: torch.Tensor = _AllGatherAttention.apply(query, key, value, call)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _AllGatherAttention.apply(query, key, value, sinks, call)  # type: ignore[no-untyped-call]
     return out
 
 
 class _AllGatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        call: AttentionCall,
     ) -> torch.Tensor:
+        call.check(query, key)
+        masks = DropoutMasks.begin(call.dropout) if call.dropout is not None else None
+        attention = BlockForward(query, key, value, call, masks)
+        assert call.axis is not None
         gather = local_redistribution(
             Shard(_SEQUENCE), Replicate(), call.mesh, call.axis, call.where
         )
-        gathered = _to_sequence_order(gather(torch.stack([key, value])), call)
-        kernel, merged = select_kernel(query, call.scale), OnlineSoftmax(query)
-        for tile in _tiles(query, gathered, call):
-            part = kernel.forward(query, gathered[0], gathered[1], tile)
-            merged.add(tile, part.out, part.lse)
-        out, lse = merged.result()
-        ctx.save_for_backward(query, gathered, out, lse)
-        ctx.call, ctx.at = call, call.backward_context
-        return out
+        gathered = _to_sequence_order(gather(pack(key, value)), call)
+        attention.add(_block(gathered, call))
+        output = attention.result(sinks)
+        ctx.save_for_backward(query, gathered, sinks, output.out, output.lse)
+        ctx.call, ctx.masks, ctx.at = call, masks, call.backward_context
+        ctx.features = key.shape[-1]
+        return output.out
 
     @staticmethod
     @annotate_backward_errors
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        query, gathered, out, lse = ctx.saved_tensors
+        query, gathered, sinks, out, lse = ctx.saved_tensors
         call: AttentionCall = ctx.call
-        kernel, dtype = select_kernel(query, call.scale), accumulation_dtype(query.dtype)
-        grad_query = torch.zeros_like(query, dtype=dtype)
-        grad_gathered, output = torch.zeros_like(gathered, dtype=dtype), AttentionOutput(out, lse)
-        for tile in _tiles(query, gathered, call):
-            part = kernel.backward(grads[0], query, gathered[0], gathered[1], output, tile)
-            grad_query[:, :, tile.queries] += part.query
-            grad_gathered[0][:, :, tile.keys] += part.key
-            grad_gathered[1][:, :, tile.keys] += part.value
+        assert call.axis is not None
+        output, features = AttentionOutput(out, lse), ctx.features
+        attention = BlockBackward(grads[0], query, features, output, call, ctx.masks)
+        grad_gathered = torch.zeros_like(gathered, dtype=attention.grad_query.dtype)
+        attention.add(_block(gathered, call), grad_gathered)
         scatter = local_redistribution(
             Partial(), Shard(_SEQUENCE), call.mesh, call.axis, call.where
         )
-        grad_local = scatter(_to_rank_order(grad_gathered, call)).to(gathered.dtype)
-        return grad_query.to(query.dtype), grad_local[0], grad_local[1], None
+        grad_own = scatter(_to_rank_order(grad_gathered, call)).to(gathered.dtype)
+        return (
+            attention.grad_query.to(query.dtype), grad_own[..., :features],
+            grad_own[..., features:], sinks_grad(grads[0], output, sinks), None,
+        )  # fmt: skip
 
 
-def _tiles(
-    query: torch.Tensor, gathered: torch.Tensor, call: AttentionCall
-) -> Iterator[AttentionTile]:
-    queries, keys = query.shape[2], gathered.shape[_SEQUENCE]
-    return tiles_over_all(call.order, call.rank, queries, keys, call.causal)
+def _block(gathered: torch.Tensor, call: AttentionCall) -> Block:
+    return Block(gathered, call.block_of_all(), ((0, call.keys.padded_length),))
 
 
 def _to_sequence_order(by_rank: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    if call.order.name == "contiguous":
+    if call.keys.is_contiguous:
         return by_rank
-    positions = call.order.positions(by_rank.shape[_SEQUENCE], by_rank.device)
-    return by_rank.index_select(_SEQUENCE, positions.argsort())
+    return by_rank.index_select(_SEQUENCE, call.keys.positions(by_rank.device).argsort())
 
 
 def _to_rank_order(sequence: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    if call.order.name == "contiguous":
+    if call.keys.is_contiguous:
         return sequence
-    positions = call.order.positions(sequence.shape[_SEQUENCE], sequence.device)
-    return sequence.index_select(_SEQUENCE, positions)
+    return sequence.index_select(_SEQUENCE, call.keys.positions(sequence.device))

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.context_parallel.all_gather import all_gather_attention
-from plan_api.context_parallel.order import AttentionCall, SequenceSharding
+from plan_api.context_parallel.batch import current_batch, order_of
+from plan_api.context_parallel.call import AttentionCall
+from plan_api.context_parallel.dropout import AttentionDropout
+from plan_api.context_parallel.mask import AttentionMask
+from plan_api.context_parallel.order import SequenceSharding, TokenOrder
 from plan_api.context_parallel.ring import ring_attention
 from plan_api.context_parallel.ulysses import ulysses_attention
-from plan_api.lowering.ir import OpKind, Site, SiteStep
+from plan_api.lowering.ir import HookPoint, OpKind, Site, SiteStep
+from plan_api.ops.attention import draws_attention_masks
 from plan_api.ops.autocast import cast_down
 from plan_api.ops.function_calls import (
     FunctionInterception,
@@ -32,9 +38,20 @@ __all__ = [
     "IMPLEMENTATIONS", "attention_calls", "install_context_parallel", "table_of_attention",
 ]  # fmt: skip
 
-_LocalAttention: TypeAlias = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], torch.Tensor
-]
+
+class _LocalAttention(Protocol):
+    """Attention of this rank's queries over all ranks' keys, on local tensors."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
 #: By method: attention of this rank's queries over all ranks' keys, on local tensors.
 IMPLEMENTATIONS: Mapping[str, _LocalAttention] = {
     "ring": ring_attention,
@@ -56,13 +73,17 @@ def attention_calls(
         is_static: whether modules run on local tensors.
     """
     found: dict[str, InterceptedCalls] = {}
+    sites = list(sites)
     for site in sites:
         for step in site.steps:
             if step.kind is OpKind.CONTEXT:
                 at = StepContext(f"attention of {site.path}", step)
                 attention = at.wrap(
-                    _ContextParallelAttention(site.path, step, mesh, is_static=is_static)
-                )
+                    _ContextParallelAttention(
+                        site.path, step, mesh, _dropout_placements(sites, site.path, mesh),
+                        is_static=is_static,
+                    )
+                )  # fmt: skip
                 found[site.path] = InterceptedCalls(_FUSED, {None: attention})
     return found
 
@@ -89,10 +110,33 @@ def install_context_parallel(
         yield register_always_called(module, interception.leave, prepend=True)
 
 
+def _dropout_placements(
+    sites: Iterable[Site], path: str, mesh: DeviceMesh
+) -> tuple[Placement, ...]:
+    """Returns how static mode's plan says that a module's attention weights are sharded."""
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    for site in sites:
+        if site.path == path and site.hook_point is HookPoint.OPERATOR:
+            for step in site.steps:
+                if str(step.index).partition(":")[0] == "dropout":
+                    for axis, move in step.moves.items():
+                        placements[axis_names(mesh).index(axis)] = move.dst
+    return tuple(placements)
+
+
 class _ContextParallelAttention:
     """Replaces `scaled_dot_product_attention` on DTensors, and on local tensors in static mode."""
 
-    def __init__(self, path: str, step: SiteStep, mesh: DeviceMesh, *, is_static: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        step: SiteStep,
+        mesh: DeviceMesh,
+        dropout_placements: tuple[Placement, ...],
+        *,
+        is_static: bool,
+    ) -> None:
+        self._dropout_placements, self._had_batch = dropout_placements, False
         ((axis, move),) = step.moves.items()
         options, self._is_static = dict(move.options), is_static
         self._path, self._step, self._mesh, self._axis_name = path, step, mesh, axis
@@ -106,62 +150,156 @@ class _ContextParallelAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | AttentionMask | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes attention; see `torch.nn.functional.scaled_dot_product_attention`.
+
+        Args:
+            query: as there.
+            key: as there.
+            value: as there; it may have other features.
+            attn_mask: a description of the mask, of the global sequence; beside it ``is_causal``
+                adds to the mask.
+            dropout_p: as there; its masks are those of one device, by dist-rng.
+            is_causal: as there.
+            scale: as there.
+            enable_gqa: as there.
+            sinks: a score of each head for a key without a value, (heads), a DTensor as the queries
+                are, sharded as their heads; None: there is none.
 
         Raises:
             ValueError: the arguments are not supported on a sharded sequence; nothing has been
                 sent.
         """
-        self._check_options(attn_mask, dropout_p)
+        mask = self._mask(attn_mask, is_causal)
         query, key, value = cast_down(query, key, value)
-        call = AttentionCall(
-            self._mesh, self._axis, self._order, is_causal, scale, self._path,
-            self._backward_context,
-        )  # fmt: skip
         if self._is_static:
-            self._check_shapes(query, key, value, is_causal)
-            self._check_groups(query, key, enable_gqa)
-            length = query.shape[_SEQUENCE] * self._order.ranks
-            self._order.check_length(length, self._path)
-            return self._attention(query, key, value, call).contiguous()
+            return self._on_local(query, key, value, mask, dropout_p, scale, enable_gqa, sinks)
         query = self._check_placements(query)
         key, value = self._check_placements(key), self._check_placements(value)
         self._check_same_placements(query, key, value)
-        self._check_shapes(query, key, value, is_causal)
-        self._check_groups(query.to_local(), key.to_local(), enable_gqa)
-        placements, shape = query.placements, query.shape
+        placements, shape = query.placements, torch.Size((*query.shape[:-1], value.shape[-1]))
         with moving(self._step, placements, placements):
-            out = self._attention(query.to_local(), key.to_local(), value.to_local(), call)
+            out = self._on_local(
+                query.to_local(), key.to_local(), value.to_local(), mask, dropout_p, scale,
+                enable_gqa, self._local_sinks(sinks, placements), query,
+            )  # fmt: skip
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
-            out.contiguous(), self._mesh, placements, run_check=False, shape=shape, stride=stride
+            out, self._mesh, placements, run_check=False, shape=shape, stride=stride
         )
+
+    def _on_local(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: AttentionMask,
+        dropout_p: float,
+        scale: float | None,
+        enable_gqa: bool,
+        sinks: torch.Tensor | None,
+        global_query: DTensor | None = None,
+    ) -> torch.Tensor:
+        self._check_shapes(query, key, value, enable_gqa)
+        ranks = self._order.ranks
+        lengths = [one.shape[_SEQUENCE] * ranks for one in (query, key)]
+        order, key_order = (order_of(self._order, length, self._path) for length in lengths)
+        # What is created here is local, also where the plan places what the module creates.
+        with torch._C.DisableTorchFunction():
+            dropout = None
+            if dropout_p > 0.0:
+                dropout = self._dropout(dropout_p, query, global_query, order, key_order)
+            call = AttentionCall(
+                self._mesh, self._axis, order, mask, scale, self._path, self._backward_context,
+                None if key_order == order else key_order, None, dropout,
+            )  # fmt: skip
+            call.check(query, key)
+            return self._attention(query, key, value, call, sinks).contiguous()
 
     def _waits_for_(self) -> str:
         """Describes the collective to `fused_comm.diagnosis`."""
         return f"plan-api: attention of {self._path}, {self._step.description}"
 
-    def _check_options(self, attn_mask: torch.Tensor | None, dropout_p: float) -> None:
-        if attn_mask is not None:
+    def _mask(
+        self, attn_mask: torch.Tensor | AttentionMask | None, is_causal: bool
+    ) -> AttentionMask:
+        if isinstance(attn_mask, torch.Tensor):
             raise ValueError(
-                f"{self._path}: expected causal or full attention without a mask, as context "
-                f"parallelism along {self._axis_name!r} supports no other, got a mask of "
-                f"{tuple(attn_mask.shape)}; pad causal sequences at their end, with labels of -100 "
-                f"and no attention_mask: no token attends to what follows it"
+                f"{self._path}: expected a mask by its description, as context parallelism along "
+                f"{self._axis_name!r} does not read masks of queries and keys, got a mask of "
+                f"{tuple(attn_mask.shape)}; run the step within plan_api.attention_mask(mask), "
+                f"without attention_mask and position_ids, or pad causal sequences at their end, "
+                f"with labels of -100"
             )
-        if dropout_p > 0.0:
+        mask, batch = AttentionMask(is_causal), current_batch()
+        in_backward = torch._C._current_graph_task_id() != -1
+        if batch is None and self._had_batch and in_backward:
+            raise ValueError(
+                f"{self._path}: expected backward within plan_api.attention_mask, as forward was, "
+                f"since the module is recomputed, got no mask; move backward into the block"
+            )
+        if not in_backward:
+            self._had_batch = batch is not None
+        if attn_mask is not None:
+            mask = mask & attn_mask
+        return mask if batch is None else mask & batch.mask
+
+    def _dropout(
+        self,
+        p: float,
+        query: torch.Tensor,
+        global_query: DTensor | None,
+        order: TokenOrder,
+        key_order: TokenOrder,
+    ) -> AttentionDropout:
+        if not draws_attention_masks(query):
             raise ValueError(
                 f"{self._path}: expected attention without dropout, as the ranks of "
-                f"{self._axis_name!r} cannot draw one device's mask in fused kernels, got "
-                f"dropout_p={dropout_p}; set it to 0, attention_dropout=0.0 in transformers"
+                f"{self._axis_name!r} draw one device's mask on a CPU with dist-rng installed "
+                f"only, got dropout_p={p}; set it to 0, attention_dropout=0.0 in transformers, or "
+                f"call dist_rng.install()"
             )
+        from dist_rng import Region
+
+        placements = self._dropout_placements if global_query is None else global_query.placements
+        placements = tuple(
+            Replicate() if axis == self._axis else one for axis, one in enumerate(placements)
+        )
+        weights = torch.empty(*query.shape[:2], order.length, key_order.length, device="meta")
+        shape = None
+        if global_query is not None:
+            shape = torch.Size((*global_query.shape[:2], *weights.shape[2:]))
+        stride = None if shape is None else torch.empty(shape, device="meta").stride()
+        of_rank = DTensor.from_local(
+            weights, self._mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+        return AttentionDropout(p, Region.of(of_rank))
+
+    def _local_sinks(
+        self, sinks: torch.Tensor | None, placements: tuple[Placement, ...]
+    ) -> torch.Tensor | None:
+        """Returns this rank's heads; the gradients of ranks with other tokens are added."""
+        if sinks is None:
+            return None
+        by_heads = [Shard(0) if one == Shard(_HEADS) else Replicate() for one in placements]
+        if not isinstance(sinks, DTensor) or list(sinks.placements) != by_heads:
+            got = sinks._spec if isinstance(sinks, DTensor) else "a plain tensor"
+            raise ValueError(
+                f"{self._path}: expected sinks that are sharded as the heads of queries, "
+                f"{tuple(by_heads)}, got {got}; add an entry for the parameter"
+            )
+        grads = [
+            Partial() if isinstance(one, Shard) and one.dim != _HEADS else other
+            for one, other in zip(placements, by_heads, strict=True)
+        ]
+        return sinks.to_local(grad_placements=grads)
 
     def _check_placements(self, tensor: torch.Tensor) -> DTensor:
         placements = tensor.placements if isinstance(tensor, DTensor) else ()
@@ -178,23 +316,25 @@ class _ContextParallelAttention:
                 f"Shard({_SEQUENCE}), and along other axes by batch or heads at most, got {got}; "
                 f"shard the inputs of the model, by sequence('<in:...>', {self._axis_name!r})"
             )
-        self._order.check_length(tensor.shape[_SEQUENCE], self._path)
+        order_of(self._order, tensor.shape[_SEQUENCE], self._path)  # or an error
         return tensor
 
     def _check_shapes(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
     ) -> None:
-        lengths = query.shape[_SEQUENCE], key.shape[_SEQUENCE]
-        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+        """Checks local tensors."""
+        if key.shape[:-1] != value.shape[:-1] or query.shape[-1] != key.shape[-1]:
             raise ValueError(
-                f"{self._path}: context parallelism expected keys and values of one shape, and as "
-                f"many features in queries, got queries of {tuple(query.shape)}, keys of "
+                f"{self._path}: context parallelism expected as many keys as values, and as many "
+                f"features in queries as in keys, got queries of {tuple(query.shape)}, keys of "
                 f"{tuple(key.shape)} and values of {tuple(value.shape)}"
             )
-        if causal and lengths[0] != lengths[1]:
+        heads, key_heads = (one.shape[_HEADS] for one in (query, key))
+        if heads != key_heads and (heads % key_heads or not enable_gqa):
             raise ValueError(
-                f"{self._path}: expected as many queries as keys in causal attention, as in "
-                f"training, got {lengths[0]} queries and {lengths[1]} keys"
+                f"{self._path}: expected key-value heads that divide the heads, and fewer of them "
+                f"under enable_gqa=True only, got {heads} heads and {key_heads} key-value heads on "
+                f"this rank"
             )
 
     def _check_same_placements(self, query: DTensor, key: DTensor, value: DTensor) -> None:
@@ -202,14 +342,4 @@ class _ContextParallelAttention:
             raise ValueError(
                 f"{self._path}: expected queries, keys and values with the same placements, got "
                 f"{query.placements}, {key.placements}, {value.placements}"
-            )
-
-    def _check_groups(self, query: torch.Tensor, key: torch.Tensor, enable_gqa: bool) -> None:
-        """Checks the heads of local tensors."""
-        heads, key_heads = (one.shape[_HEADS] for one in (query, key))
-        if heads != key_heads and (heads % key_heads or not enable_gqa):
-            raise ValueError(
-                f"{self._path}: expected key-value heads that divide the heads, and fewer of them "
-                f"under enable_gqa=True only, got {heads} heads and {key_heads} key-value heads on "
-                f"this rank"
             )

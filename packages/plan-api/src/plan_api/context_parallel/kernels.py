@@ -1,4 +1,4 @@
-"""Calls torch's fused attention kernels tile by tile, and merges tiles by online softmax.
+"""Calls torch's fused attention kernels tile by tile.
 
 The kernels return the log-sum-exp of the scores beside the output. Backward of a tile is the
 kernel's own, with the output and the log-sum-exp over all keys: they give the probabilities over
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from plan_api.context_parallel.order import AttentionTile
+from plan_api.context_parallel.online_softmax import accumulation_dtype
+from plan_api.context_parallel.tiles import AttentionTile
 
 __all__ = [
     "AttentionGradients",
     "AttentionKernel",
     "AttentionOutput",
-    "OnlineSoftmax",
-    "accumulation_dtype",
+    "TileOptions",
     "select_kernel",
 ]
 
@@ -44,18 +44,46 @@ class AttentionGradients:
     value: torch.Tensor
 
 
-class AttentionKernel(ABC):
-    """A fused kernel; all tensors are (batch, heads, sequence, features).
+@dataclass(frozen=True)
+class TileOptions:
+    """What a kernel computes beside products.
 
-    Args:
-        scale: of products before the softmax; None: by the root of the number of features.
+    Attributes:
+        causal: each query attends to the keys up to its own place.
+        mask: bool of (queries, keys), true where attended; None: all are.
+        factors: of the weights, (batch, heads, queries, keys), by dropout; None: there is none.
     """
 
-    def __init__(self, scale: float | None) -> None:
+    causal: bool = False
+    mask: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+
+
+class AttentionKernel(ABC):
+    """Attention of a tile; all tensors are (batch, heads, sequence, features).
+
+    Values may have other features than keys.
+
+    Attributes:
+        causal_queries: of causal tiles at most, as it computes larger ones in vain above the
+            diagonal.
+
+    Args:
+        scale: of products before the softmax.
+    """
+
+    causal_queries = 2048
+
+    def __init__(self, scale: float) -> None:
         self._scale = scale
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: AttentionTile
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tile: AttentionTile,
+        options: TileOptions | None = None,
     ) -> AttentionOutput:
         """Computes attention of one tile.
 
@@ -64,10 +92,20 @@ class AttentionKernel(ABC):
             key: all keys at hand; there may be fewer heads than of queries.
             value: as the keys.
             tile: which of them to compute.
+            options: of the tile; None: by its kind, which is not masked.
         """
-        heads = query.shape[1]
-        keys, values = (_repeat_heads(full[:, :, tile.keys], heads) for full in (key, value))
-        return self._forward(query[:, :, tile.queries], keys, values, tile.causal)
+        options = options or TileOptions(tile.kind == "causal")
+        heads, rows, features = query.shape[1], tile.rows, value.shape[-1]
+        keys, values = (_repeat_heads(one[rows, :, tile.keys], heads) for one in (key, value))
+        own, keys, values = _with_equal_features(query[rows, :, tile.queries], keys, values)
+        part = self._forward(own, keys, values, options)
+        out, lse = part.out[..., :features], part.lse
+        if options.mask is not None:
+            # Kernels differ in what they return for queries that attend to nothing.
+            attends = options.mask.any(-1)
+            out = torch.where(attends[:, None], out, 0)
+            lse = torch.where(attends, lse, -torch.inf)
+        return AttentionOutput(out, lse)
 
     def backward(
         self,
@@ -77,6 +115,7 @@ class AttentionKernel(ABC):
         value: torch.Tensor,
         output: AttentionOutput,
         tile: AttentionTile,
+        options: TileOptions | None = None,
     ) -> AttentionGradients:
         """Computes one tile's terms of the gradients of its queries, keys and values.
 
@@ -87,20 +126,27 @@ class AttentionKernel(ABC):
             value: as in forward.
             output: the output of all queries over all keys, and its log-sum-exp.
             tile: as in forward.
+            options: as in forward.
         """
-        heads, key_heads, queries = query.shape[1], key.shape[1], tile.queries
-        keys, values = (_repeat_heads(full[:, :, tile.keys], heads) for full in (key, value))
-        part = AttentionOutput(output.out[:, :, queries], output.lse[:, :, queries])
-        grads = self._backward(
-            grad[:, :, queries], query[:, :, queries], keys, values, part, tile.causal
-        )
+        options = options or TileOptions(tile.kind == "causal")
+        heads, key_heads, rows, queries = query.shape[1], key.shape[1], tile.rows, tile.queries
+        features, value_features = key.shape[-1], value.shape[-1]
+        keys, values = (_repeat_heads(one[rows, :, tile.keys], heads) for one in (key, value))
+        own, keys, values, out, grad = _with_equal_features(
+            query[rows, :, queries], keys, values, output.out[rows, :, queries],
+            grad[rows, :, queries],
+        )  # fmt: skip
+        part = AttentionOutput(out, output.lse[rows, :, queries])
+        grads = self._backward(grad, own, keys, values, part, options)
         return AttentionGradients(
-            grads.query, _sum_groups(grads.key, key_heads), _sum_groups(grads.value, key_heads)
+            grads.query[..., :features],
+            _sum_groups(grads.key[..., :features], key_heads),
+            _sum_groups(grads.value[..., :value_features], key_heads),
         )
 
     @abstractmethod
     def _forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: TileOptions
     ) -> AttentionOutput: ...
 
     @abstractmethod
@@ -111,21 +157,27 @@ class AttentionKernel(ABC):
         key: torch.Tensor,
         value: torch.Tensor,
         output: AttentionOutput,
-        causal: bool,
+        options: TileOptions,
     ) -> AttentionGradients: ...
 
 
 class _CpuFlash(AttentionKernel):
-    """The CPU's flash attention, for all floating dtypes."""
+    """The CPU's flash attention, for all floating dtypes.
+
+    It computes 512 keys at a time, so that less than as many queries gain nothing from causality.
+    """
+
+    causal_queries = 128
 
     def _forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: TileOptions
     ) -> AttentionOutput:
         return AttentionOutput(
             *_aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, 0.0, causal, scale=self._scale
+                query, key, value, 0.0, options.causal, attn_mask=_bias(options, query),
+                scale=self._scale,
             )
-        )
+        )  # fmt: skip
 
     def _backward(
         self,
@@ -134,23 +186,30 @@ class _CpuFlash(AttentionKernel):
         key: torch.Tensor,
         value: torch.Tensor,
         output: AttentionOutput,
-        causal: bool,
+        options: TileOptions,
     ) -> AttentionGradients:
         return AttentionGradients(
             *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, query, key, value, output.out, output.lse, 0.0, causal, scale=self._scale
+                grad, query, key, value, output.out, output.lse, 0.0, options.causal,
+                attn_mask=_bias(options, query), scale=self._scale,
             )
-        )
+        )  # fmt: skip
 
 
 class _CudaFlash(AttentionKernel):
-    """CUDA's flash attention, for 16 bits."""
+    """CUDA's flash attention, for 16 bits; it takes no mask, so masked tiles are the other's."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(scale)
+        self._masked = _CudaEfficient(scale)
 
     def _forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: TileOptions
     ) -> AttentionOutput:
+        if options.mask is not None:
+            return self._masked._forward(query, key, value, options)
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, causal, False, scale=self._scale
+            query, key, value, 0.0, options.causal, False, scale=self._scale
         )
         return AttentionOutput(out, lse)
 
@@ -161,13 +220,15 @@ class _CudaFlash(AttentionKernel):
         key: torch.Tensor,
         value: torch.Tensor,
         output: AttentionOutput,
-        causal: bool,
+        options: TileOptions,
     ) -> AttentionGradients:
+        if options.mask is not None:
+            return self._masked._backward(grad, query, key, value, output, options)
         lengths = (None, None, query.shape[2], key.shape[2])
         return AttentionGradients(
             *_aten._scaled_dot_product_flash_attention_backward(
-                grad, query, key, value, output.out, output.lse.contiguous(), *lengths, 0.0, causal,
-                *_no_random_state(query), scale=self._scale,
+                grad, query, key, value, output.out, output.lse.contiguous(), *lengths, 0.0,
+                options.causal, *_no_random_state(query), scale=self._scale,
             )
         )  # fmt: skip
 
@@ -181,11 +242,12 @@ class _CudaEfficient(AttentionKernel):
     _ALIGNED = 32
 
     def _forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: TileOptions
     ) -> AttentionOutput:
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, 0.0, causal, scale=self._scale
-        )
+            query, key, value, _aligned_bias(options, query), True, 0.0, options.causal,
+            scale=self._scale,
+        )  # fmt: skip
         return AttentionOutput(out, lse[..., : query.shape[2]])
 
     def _backward(
@@ -195,29 +257,31 @@ class _CudaEfficient(AttentionKernel):
         key: torch.Tensor,
         value: torch.Tensor,
         output: AttentionOutput,
-        causal: bool,
+        options: TileOptions,
     ) -> AttentionGradients:
         lse = F.pad(output.lse, (0, -query.shape[2] % self._ALIGNED), value=torch.inf)
         needs_grad = (True, True, True, False)
         grads = _aten._scaled_dot_product_efficient_attention_backward(
-            grad, query, key, value, None, output.out, lse.contiguous(), *_no_random_state(query),
-            0.0, needs_grad, causal, scale=self._scale,
+            grad, query, key, value, _aligned_bias(options, query), output.out, lse.contiguous(),
+            *_no_random_state(query), 0.0, needs_grad, options.causal, scale=self._scale,
         )  # fmt: skip
         return AttentionGradients(*grads[:3])
 
 
 class _Operators(AttentionKernel):
-    """Attention by torch's operators, for devices whose fused kernels return no log-sum-exp.
+    """Attention by torch's operators: with dropout, and where no kernel returns a log-sum-exp.
 
     The scores of a tile are in memory, in at least 32 bits.
     """
 
     def _forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: TileOptions
     ) -> AttentionOutput:
-        scores = self._scores(query, key, causal)
+        scores = self._scores(query, key, options)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
+        if options.factors is not None:
+            weights = weights * options.factors
         return AttentionOutput((weights @ value.to(weights.dtype)).to(query.dtype), lse)
 
     def _backward(
@@ -227,43 +291,49 @@ class _Operators(AttentionKernel):
         key: torch.Tensor,
         value: torch.Tensor,
         output: AttentionOutput,
-        causal: bool,
+        options: TileOptions,
     ) -> AttentionGradients:
-        weights = (self._scores(query, key, causal) - output.lse.unsqueeze(-1)).exp()
+        weights = (self._scores(query, key, options) - output.lse.unsqueeze(-1)).exp()
         dtype = weights.dtype
         grad, out = grad.to(dtype), output.out.to(dtype)
-        grad_weights = grad @ value.to(dtype).mT - (grad * out).sum(-1, keepdim=True)
-        grad_scores = weights * grad_weights * self._factor(query)
+        grad_weights, kept = grad @ value.to(dtype).mT, weights
+        if options.factors is not None:
+            grad_weights, kept = grad_weights * options.factors, weights * options.factors
+        grad_weights = grad_weights - (grad * out).sum(-1, keepdim=True)
+        grad_scores = weights * grad_weights * self._scale
         return AttentionGradients(
             (grad_scores @ key.to(dtype)).to(query.dtype),
             (grad_scores.mT @ query.to(dtype)).to(key.dtype),
-            (weights.mT @ grad).to(value.dtype),
+            (kept.mT @ grad).to(value.dtype),
         )
 
-    def _scores(self, query: torch.Tensor, key: torch.Tensor, causal: bool) -> torch.Tensor:
-        """Products of queries and keys, scaled; those of later keys are minus infinity."""
+    def _scores(self, query: torch.Tensor, key: torch.Tensor, options: TileOptions) -> torch.Tensor:
+        """Products of queries and keys, scaled; minus infinity where masked."""
         dtype = accumulation_dtype(query.dtype)
-        scores = (query.to(dtype) @ key.to(dtype).mT) * self._factor(query)
-        if causal:
+        scores = (query.to(dtype) @ key.to(dtype).mT) * self._scale
+        if options.causal:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
             scores = scores.masked_fill(later, -torch.inf)
-        return scores
-
-    def _factor(self, query: torch.Tensor) -> float:
-        return query.shape[-1] ** -0.5 if self._scale is None else self._scale
+        return scores if options.mask is None else scores.masked_fill(~options.mask, -torch.inf)
 
 
-def select_kernel(query: torch.Tensor, scale: float | None) -> AttentionKernel:
+def select_kernel(
+    query: torch.Tensor, scale: float | None, *, has_dropout: bool = False
+) -> AttentionKernel:
     """Selects the kernel for the device, dtype and number of features of queries.
 
     Args:
         query: the queries.
         scale: of products before the softmax; None: by the root of the number of features.
+        has_dropout: whether weights are dropped, which fused kernels do by other masks.
 
     Raises:
         NotImplementedError: no fused kernel of the CPU or of CUDA returns the log-sum-exp for them.
     """
     device, half = query.device.type, query.dtype in (torch.float16, torch.bfloat16)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if has_dropout:
+        return _Operators(scale)
     if device == "cpu" and query.dtype.is_floating_point:
         return _CpuFlash(scale)
     if device == "cuda" and half and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0:
@@ -294,42 +364,27 @@ def _sum_groups(grad: torch.Tensor, heads: int) -> torch.Tensor:
     return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
 
 
-class OnlineSoftmax:
-    """Merges attention over disjoint ranges of keys into attention over all keys.
-
-    The outputs are averaged, weighted by the exponential of their log-sum-exp (Milakov and
-    Gimelshein, arXiv 1805.02867; Liu et al., "Ring Attention", arXiv 2310.01889).
-
-    Args:
-        query: (batch, heads, queries, features), of any floating dtype.
-    """
-
-    def __init__(self, query: torch.Tensor) -> None:
-        dtype = accumulation_dtype(query.dtype)
-        self._out = torch.zeros(query.shape, dtype=dtype, device=query.device)
-        self._lse = torch.full(query.shape[:-1], -torch.inf, dtype=dtype, device=query.device)
-        self._dtype = query.dtype
-
-    def add(self, tile: AttentionTile, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Adds the output of a tile, whose keys these queries have not attended to yet.
-
-        Args:
-            tile: whose queries.
-            out: (batch, heads, queries of the tile, features).
-            lse: (batch, heads, queries of the tile), natural logarithm.
-        """
-        merged_out, merged_lse = self._out[:, :, tile.queries], self._lse[:, :, tile.queries]
-        both = torch.logaddexp(merged_lse, lse)
-        merged_out.mul_((merged_lse - both).exp().unsqueeze(-1))
-        weight = (lse - both).exp().unsqueeze(-1).to(merged_out.dtype)
-        merged_out.addcmul_(out.to(merged_out.dtype), weight)
-        merged_lse.copy_(both)
-
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the output, in the queries' dtype, and the log-sum-exp."""
-        return self._out.to(self._dtype), self._lse
+def _with_equal_features(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Pads features by zeros to the largest number, as fused kernels take one for all."""
+    features = max(one.shape[-1] for one in tensors)
+    return tuple(
+        one if one.shape[-1] == features else F.pad(one, (0, features - one.shape[-1]))
+        for one in tensors
+    )
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which tiles are added up: at least 32 bits."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
+def _bias(options: TileOptions, query: torch.Tensor) -> torch.Tensor | None:
+    """Returns what is added to scores: minus infinity where masked, (1, 1, queries, keys)."""
+    if options.mask is None:
+        return None
+    bias = torch.zeros(options.mask.shape, dtype=query.dtype, device=query.device)
+    return bias.masked_fill_(~options.mask, -torch.inf)[None, None]
+
+
+def _aligned_bias(options: TileOptions, query: torch.Tensor) -> torch.Tensor | None:
+    """Returns the bias for each batch and head, whose rows begin at multiples of 16 elements."""
+    bias = _bias(options, query)
+    if bias is None:
+        return None
+    keys = bias.shape[-1]
+    return F.pad(bias, (0, -keys % 16))[..., :keys].expand(*query.shape[:2], -1, -1)

@@ -1,9 +1,13 @@
-"""Ring attention: keys and values are sent around the ring of ranks (Liu et al., arXiv 2310.01889).
+"""Ring attention: keys and values are exchanged in rounds (Liu et al., arXiv 2310.01889).
 
-In each round a rank computes with one block, while it sends this block to the next rank and
-receives another from the previous one: two buffers, so that neither waits for the other. In
-backward the blocks go around again, each followed by its gradient, to which every rank adds its
-term while the next block is in flight; the last round returns the gradient to the block's rank.
+In round s a rank computes with the block of the rank that is s before it. Each block is sent by its
+own rank: in round s to the rank that is s behind, the keys that this one attends to and no others.
+So nothing is sent for empty blocks, and with a window only neighbours send. While a round computes,
+the next round's block is received.
+
+In backward the blocks are exchanged again, and the gradient of a block is returned to its rank in
+the round after. Each rank divides the tiles of its own block: it computes the first half while the
+first block is received, and the second while the last gradient returns.
 """
 
 from __future__ import annotations
@@ -14,120 +18,209 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from plan_api.context_parallel.kernels import (
-    AttentionOutput,
-    OnlineSoftmax,
-    accumulation_dtype,
-    select_kernel,
+from plan_api.context_parallel.block_attention import (
+    Block,
+    BlockBackward,
+    BlockForward,
+    pack,
+    sinks_grad,
 )
-from plan_api.context_parallel.order import AttentionCall, AttentionTile, tile_between
+from plan_api.context_parallel.call import AttentionCall
+from plan_api.context_parallel.dropout import DropoutMasks
+from plan_api.context_parallel.kernels import AttentionOutput
+from plan_api.context_parallel.tiles import AttentionTile
 from plan_api.runtime.error_context import annotate_backward_errors
 
 __all__ = ["ring_attention"]
 
 
 def ring_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: AttentionCall,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes attention over all ranks' keys.
 
-    On N ranks each sends N-1 messages forward, and 2N-1 backward.
+    On N ranks each sends at most N-1 messages forward, and 2N-2 backward.
 
     Args:
         query: this rank's, (batch, heads, sequence, features).
         key: this rank's; its number of heads divides the queries'.
-        value: this rank's, of the shape of the keys.
+        value: this rank's, as the keys; it may have other features.
         call: the other arguments of the call.
+        sinks: a score of each head for a key without a value, (heads); None: there is none.
     """
-    out: torch.Tensor = _RingAttention.apply(query, key, value, call)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _RingAttention.apply(query, key, value, sinks, call)  # type: ignore[no-untyped-call]
     return out
 
 
-class _RingExchange:
-    """Sends a tensor to the next rank, and receives one from the previous rank."""
+class _Exchange:
+    """Sends a tensor to a rank and receives one from another; either may be None.
+
+    Args:
+        send_buffer: is sent.
+        to: the rank that receives it.
+        receive_buffer: is received.
+        source: the rank that sends it.
+        call: the call, whose ranks these are.
+    """
 
     def __init__(
-        self, send_buffer: torch.Tensor, receive_buffer: torch.Tensor, call: AttentionCall
+        self,
+        send_buffer: torch.Tensor | None,
+        to: int,
+        receive_buffer: torch.Tensor | None,
+        source: int,
+        call: AttentionCall,
     ) -> None:
-        group, rank, ranks = call.mesh.get_group(call.axis), call.rank, call.order.ranks
         self._send_buffer, self._receive_buffer = send_buffer, receive_buffer
-        self._works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, send_buffer, group=group, group_peer=(rank + 1) % ranks),
-                dist.P2POp(dist.irecv, receive_buffer, group=group, group_peer=(rank - 1) % ranks),
-            ]
-        )
+        group, ops = call.group, []
+        if send_buffer is not None:
+            ops.append(dist.P2POp(dist.isend, send_buffer, group=group, group_peer=to))
+        if receive_buffer is not None:
+            ops.append(dist.P2POp(dist.irecv, receive_buffer, group=group, group_peer=source))
+        self._works = dist.batch_isend_irecv(ops) if ops else []
 
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the received tensor, and the buffer that can be written again."""
+    def wait(self) -> torch.Tensor | None:
+        """Returns the received tensor, when the other is sent too."""
         with record_function("ring: wait"):
             for work in self._works:
                 work.wait()
-        return self._receive_buffer, self._send_buffer
+        return self._receive_buffer
+
+
+class _Rounds:
+    """What a rank exchanges in each round.
+
+    Args:
+        own: this rank's keys and values.
+        call: the call.
+    """
+
+    def __init__(self, own: torch.Tensor, call: AttentionCall) -> None:
+        self._own, self._call = own, call
+        self.count = call.ranks
+        # In backward, the gradients of what is sent come back; so they are received where it is.
+        self._sent = [call.block(self._after(step), call.rank).keys for step in range(self.count)]
+
+    def _after(self, step: int) -> int:
+        return (self._call.rank + step) % self.count
+
+    def _before(self, step: int) -> int:
+        return (self._call.rank - step) % self.count
+
+    def own_block(self) -> Block:
+        """Returns this rank's block."""
+        call = self._call
+        return Block(self._own, call.block(call.rank, call.rank), call.keys.parts[call.rank])
+
+    def block(self, step: int, tensor: torch.Tensor | None) -> Block | None:
+        """Returns the block that is received in a round; None: it is empty."""
+        call, source = self._call, self._before(step)
+        tiles = call.block(call.rank, source)
+        if tensor is None or tiles.keys is None:
+            return None
+        return Block(tensor, tiles, call.keys.parts[source], tiles.keys.start)
+
+    def exchange(self, step: int) -> _Exchange | None:
+        """Starts to exchange the blocks of a round; None: there is no such round."""
+        if step >= self.count:
+            return None
+        keys, own = self._call.block(self._call.rank, self._before(step)).keys, self._own
+        received = None if keys is None else _empty(own, keys.stop - keys.start, own.dtype)
+        sent = self._sent[step]
+        part = None if sent is None else own[:, :, sent].contiguous()
+        return _Exchange(part, self._after(step), received, self._before(step), self._call)
+
+    def exchange_grads(self, step: int, grad: torch.Tensor | None, dtype: torch.dtype) -> _Exchange:
+        """Starts to return the gradient of a round's block, and to receive that of the own one."""
+        sent = self._sent[step]
+        received = None if sent is None else _empty(self._own, sent.stop - sent.start, dtype)
+        return _Exchange(grad, self._before(step), received, self._after(step), self._call)
+
+    def add_grad(self, step: int, grad: torch.Tensor | None, total: torch.Tensor) -> None:
+        """Adds the gradient of what was sent in a round to that of the own block."""
+        if grad is not None:
+            total[:, :, self._sent[step]] += grad
+
+
+def _empty(like: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
+    shape = (*like.shape[:2], keys, like.shape[3])
+    return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        call: AttentionCall,
     ) -> torch.Tensor:
-        kernel, merged = select_kernel(query, call.scale), OnlineSoftmax(query)
-        block = torch.stack([key, value])
-        spare = torch.empty_like(block)
-        for step in range(call.order.ranks):
-            exchange = _RingExchange(block, spare, call) if step + 1 < call.order.ranks else None
-            tile = _tile(query, key, call, step)
-            if tile is not None:
+        call.check(query, key)
+        masks = DropoutMasks.begin(call.dropout) if call.dropout is not None else None
+        attention = BlockForward(query, key, value, call, masks)
+        rounds = _Rounds(pack(key, value), call)
+        block: Block | None = rounds.own_block()
+        for step in range(rounds.count):
+            exchange = rounds.exchange(step + 1)
+            if block is not None:
                 with record_function("ring: compute"):
-                    part = kernel.forward(query, block[0], block[1], tile)
-                    merged.add(tile, part.out, part.lse)
+                    attention.add(block)
             if exchange is not None:
-                block, spare = exchange.wait()
-        out, lse = merged.result()
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.call, ctx.at = call, call.backward_context
-        return out
+                block = rounds.block(step + 1, exchange.wait())
+        output = attention.result(sinks)
+        ctx.save_for_backward(query, key, value, sinks, output.out, output.lse)
+        ctx.call, ctx.masks, ctx.at = call, masks, call.backward_context
+        return output.out
 
     @staticmethod
     @annotate_backward_errors
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        call: AttentionCall = ctx.call
-        kernel, output = select_kernel(query, call.scale), AttentionOutput(out, lse)
-        ranks = call.order.ranks
-        grad_query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
-        block = torch.stack([key, value])
-        spare = torch.empty_like(block)
-        # The gradient of the current block, with the terms of the ranks that had it before.
-        grad_block = torch.zeros_like(block, dtype=grad_query.dtype)
-        grad_spare = torch.empty_like(grad_block)
-        grad_exchange: _RingExchange | None = None
-        for step in range(ranks):
-            exchange = _RingExchange(block, spare, call) if step + 1 < ranks else None
-            tile = _tile(query, key, call, step)
-            if tile is not None:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        features, output = key.shape[-1], AttentionOutput(out, lse)
+        attention = BlockBackward(grads[0], query, features, output, ctx.call, ctx.masks)
+        rounds = _Rounds(pack(key, value), ctx.call)
+        dtype = attention.grad_query.dtype
+        own = rounds.own_block()
+        grad_own = torch.zeros_like(own.tensor, dtype=dtype)
+        before, after = _halves(attention.tiles(own), rounds.count)
+        exchange, returned = rounds.exchange(1), None
+        with record_function("ring: compute"):
+            attention.add(own, grad_own, before)
+        for step in range(1, rounds.count):
+            assert exchange is not None
+            block = rounds.block(step, exchange.wait())
+            exchange = rounds.exchange(step + 1)
+            grad_block = None
+            if block is not None:
+                grad_block = torch.zeros_like(block.tensor, dtype=dtype)
                 with record_function("ring: compute"):
-                    part = kernel.backward(grads[0], query, block[0], block[1], output, tile)
-                    grad_query[:, :, tile.queries] += part.query
-            if grad_exchange is not None:
-                grad_block, grad_spare = grad_exchange.wait()
-            if tile is not None:
-                grad_block[0][:, :, tile.keys] += part.key
-                grad_block[1][:, :, tile.keys] += part.value
-            if ranks > 1:
-                grad_exchange = _RingExchange(grad_block, grad_spare, call)
-            if exchange is not None:
-                block, spare = exchange.wait()
-        if grad_exchange is not None:
-            grad_block, _ = grad_exchange.wait()
-        grad_key, grad_value = grad_block.to(key.dtype)
-        return grad_query.to(query.dtype), grad_key, grad_value, None
+                    attention.add(block, grad_block)
+            if returned is not None:
+                rounds.add_grad(step - 1, returned.wait(), grad_own)
+            returned = rounds.exchange_grads(step, grad_block, dtype)
+        with record_function("ring: compute"):
+            attention.add(own, grad_own, after)
+        if returned is not None:
+            rounds.add_grad(rounds.count - 1, returned.wait(), grad_own)
+        return (
+            attention.grad_query.to(query.dtype), grad_own[..., :features].to(key.dtype),
+            grad_own[..., features:].to(value.dtype), sinks_grad(grads[0], output, sinks), None,
+        )  # fmt: skip
 
 
-def _tile(
-    query: torch.Tensor, key: torch.Tensor, call: AttentionCall, step: int
-) -> AttentionTile | None:
-    """Returns what this rank's queries attend to in the block of a round."""
-    order, rank = call.order, call.rank
-    source = (rank - step) % order.ranks
-    return tile_between(order, rank, source, query.shape[2], key.shape[2], call.causal)
+def _halves(
+    tiles: list[AttentionTile], ranks: int
+) -> tuple[list[AttentionTile], list[AttentionTile]]:
+    """Divides tiles into two parts of about as many products; on one rank the first has all."""
+    total, before = sum(tile.products for tile in tiles), 0
+    for number, tile in enumerate(tiles):
+        if ranks > 1 and 2 * before >= total:
+            return tiles[:number], tiles[number:]
+        before += tile.products
+    return tiles, []

@@ -239,13 +239,26 @@ class _LocalRegion:
         if isinstance(tensor, DTensor):
             return tensor
         first = inputs[0].placements if inputs else (Replicate(),) * self._mesh.ndim
-        placements = [self._outputs.get(axis, first[axis]) for axis in range(self._mesh.ndim)]
+        placements = [
+            _sharded_alike(self._outputs.get(axis, first[axis]), first[axis])
+            for axis in range(self._mesh.ndim)
+        ]
         like = next((one for one in inputs if one.ndim == tensor.ndim), None)
         shape = _global_shape(tensor, placements, self._mesh, like)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             tensor, self._mesh, placements, run_check=False, shape=shape, stride=stride
         )
+
+
+def _sharded_alike(placement: Placement, other: Placement) -> Placement:
+    """Returns the placement; of two that shard one dim the other.
+
+    The rows of a batch and of sequences, both sharded, that have been flattened alternate among
+    ranks (torch's _StridedShard, by the length of the batch), which an entry cannot say.
+    """
+    dim = getattr(placement, "dim", None)
+    return other if dim is not None and dim == getattr(other, "dim", None) else placement
 
 
 def _shared_params(sites: Iterable[Site]) -> dict[str, set[str]]:

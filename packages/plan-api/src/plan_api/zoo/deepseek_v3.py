@@ -7,9 +7,16 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.plan import Plan
-from plan_api.zoo.experts import ExpertNames, add_experts
+from plan_api.spec.plan_entries import ContextMethod, SequenceOrder
+from plan_api.zoo.experts import ExpertNames, add_experts, run_routers_on_local_tensors
 from plan_api.zoo.llama import Linears, decoder
-from plan_api.zoo.requirements import Axes, check_options, expert_axes, names_of
+from plan_api.zoo.requirements import (
+    Axes,
+    ContextParallel,
+    check_options,
+    expert_axes,
+    names_of,
+)
 
 __all__ = ["deepseek_v3"]
 
@@ -30,6 +37,9 @@ def deepseek_v3(
     *,
     ep: Axes = None,
     dense: int = 3,
+    cp: str | None = None,
+    cp_method: ContextMethod = "ring",
+    cp_order: SequenceOrder | None = None,
     loss_parallel: bool = False,
 ) -> Plan:
     """Extends LLaMA's plan to latents of attention, and to experts beside a shared expert.
@@ -46,29 +56,36 @@ def deepseek_v3(
         ep: as in `mixtral`. Along ``tp`` under ``sp`` each rank has the shared expert, too, and
             runs it on its tokens.
         dense: number of the first layers without experts, ``first_k_dense_replace`` of the config.
+        cp: as in `mixtral`.
+        cp_method: as in `llama`.
+        cp_order: as in `llama`.
         loss_parallel: as in `llama`.
 
     Raises:
         ValueError: as `mixtral`.
         ImportError: as `mixtral`.
     """
-    check_options("deepseek_v3", tp, sp=sp, loss_parallel=loss_parallel)
-    axes = expert_axes("deepseek_v3", tp, dp, sp, ep)
+    check_options("deepseek_v3", tp, sp=sp, loss_parallel=loss_parallel, dp=dp, cp=cp, mesh=mesh)
+    axes = expert_axes("deepseek_v3", tp, dp, sp, ep, cp)
+    context = ContextParallel.of(cp, cp_method, cp_order)
     first = "|".join(map(str, range(dense)))
     layers = rf"model\.layers\.(?!({first})\.)\d+" if dense else r"model\.layers\.\d+"
     names = ExpertNames(mlp=rf"{layers}\.mlp", shared="shared_experts")
-    plan = decoder(mesh, tp, dp, sp, loss_parallel, None, linears=_LINEARS)
+    plan = decoder(mesh, tp, dp, sp, loss_parallel, None, context, linears=_LINEARS)
+    # The model writes keys into a tensor that it creates.
+    keys = dict.fromkeys(names_of(dp), Shard(0)) | {cp: Shard(2), tp: Shard(1)}
+    placed = {axis: placement for axis, placement in keys.items() if axis is not None}
+    if placed:
+        plan.factory(_ATTENTION, [*placed.values()], [*placed], sizes="local")
     if tp is not None:
         rest = Shard(1) if sp else Replicate()
-        _shard_heads(plan, dp, tp)
+        _shard_heads(plan, tp)
         if dense:
             _sum_outputs(plan, rf"model\.layers\.({first})\.mlp", tp, rest, Partial())
         if tp not in axes.dispatched:
             _sum_outputs(plan, names.mlp, tp, rest, Replicate())
         _shard_shared(plan, rf"{names.mlp}\.shared_experts", tp, tp in axes.dispatched)
-    if tp not in axes.dispatched:
-        along = names_of(dp) or plan.axes
-        plan.local(rf"{names.mlp}\.gate", [Shard(0) if dp else Replicate()] * len(along), along)
+    run_routers_on_local_tensors(plan, axes, names)
     return add_experts(plan, axes, names, gated="deepseek_v3", output=names.experts)
 
 
@@ -78,13 +95,11 @@ def _sum_outputs(plan: Plan, path: str, tp: str, rest: Placement, grad: Placemen
     plan.redistribute(f"{path}.<out>", Partial(), rest, tp)
 
 
-def _shard_heads(plan: Plan, dp: Axes, tp: str) -> None:
-    """Shards heads, whose keys the model writes into a tensor that it creates."""
+def _shard_heads(plan: Plan, tp: str) -> None:
+    """Shards heads, which are computed from latents on all ranks."""
     plan.shard(rf"{_ATTENTION}\.kv_b_proj\.weight", Shard(0), tp)
     latent = r"(q_a_proj|q_a_layernorm|kv_a_proj_with_mqa|kv_a_layernorm)"
     plan.annotate(rf"{_ATTENTION}\.{latent}\.weight\.grad", Partial(), tp)
-    along = [*names_of(dp), tp]
-    plan.factory(_ATTENTION, [*[Shard(0)] * len(names_of(dp)), Shard(1)], along, sizes="local")
 
 
 def _shard_shared(plan: Plan, path: str, tp: str, dispatched: bool) -> None:

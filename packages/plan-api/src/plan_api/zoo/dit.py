@@ -7,13 +7,22 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api.plan import Plan
 from plan_api.spec.placements import interleaved_shard
+from plan_api.spec.plan_entries import ContextMethod
 from plan_api.zoo.requirements import check_options
 
 __all__ = ["dit"]
 
 
-def dit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool = False) -> Plan:
-    """Shards blocks and modulations (TP), with optional sequence and data parallelism.
+def dit(
+    mesh: DeviceMesh,
+    tp: str | None = "tp",
+    dp: str | None = None,
+    sp: bool = False,
+    *,
+    cp: str | None = None,
+    cp_method: ContextMethod = "ring",
+) -> Plan:
+    """Shards blocks and modulations (TP), with optional sequence, data and context parallelism.
 
     Times and classes become DTensors after what the embedders compute on plain tensors.
 
@@ -22,14 +31,24 @@ def dit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool
         tp: the axis of tensor parallelism; heads have to be a multiple of its size. None: none.
         dp: the axis along which batches are sharded, before ``tp`` in the mesh; None: none.
         sp: whether hidden states between attention and MLP are sharded on the patches, on ``tp``.
+        cp: the axis along which patches are sharded in blocks, without ``tp``; its size has to
+            divide their number. None: none.
+        cp_method: of attention over them, as in `Plan.context`; every patch attends to all, so that
+            work is balanced in their own order.
 
     Raises:
-        ValueError: the mesh lacks an axis, or ``sp`` without ``tp``.
+        ValueError: the mesh lacks an axis, ``sp`` without ``tp``, ``cp`` with ``tp``, or ``cp`` is
+            an axis of another option.
         ImportError: ragged-shard is not installed.
     """
-    check_options("dit", tp, sp=sp)
+    check_options("dit", tp, sp=sp, dp=dp, cp=cp, mesh=mesh)
+    if cp is not None and tp is not None:
+        raise ValueError(
+            f"zoo.dit: expected cp={cp!r} without tp, got tp={tp!r}, beside which DTensors gather "
+            f"sharded patches for Linears with a bias; pass tp=None"
+        )
     plan, whole, part, block = Plan(mesh), Replicate(), Partial(), r"blocks\.\d+"
-    axis = dp or tp or plan.axes[0]
+    axis = dp or tp or cp or plan.axes[0]
     drop = rf"{block}\.(attn\.proj_drop|mlp\.drop2).<op:dropout>"
     for name in ("x_embedder", r"t_embedder\.mlp", r"y_embedder\.embedding_table"):
         plan.redistribute(f"{name}.<in>", whole, whole if dp is None else Shard(0), axis)
@@ -37,6 +56,10 @@ def dit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool
         plan.annotate(r".*\.grad", part, dp)
         plan.annotate(drop, Shard(0), dp)
         plan.annotate(rf"{block}\.mlp\.drop1.<op:dropout>", Shard(0), dp)
+    if cp is not None:
+        _shard_patches(plan, block, cp, cp_method)
+        plan.annotate(drop, Shard(1), cp)
+        plan.annotate(rf"{block}\.mlp\.drop1.<op:dropout>", Shard(1), cp)
     if tp is not None:
         rest, of_tokens = (Shard(1), part) if sp else (whole, whole)
         qkv = rf"{block}\.attn\.qkv\.(weight|bias)"
@@ -62,3 +85,15 @@ def dit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool
             plan.annotate(r"final_layer\.linear\.(weight|bias)\.grad", part, tp)
             plan.annotate(drop, Shard(1), tp)
     return plan
+
+
+def _shard_patches(plan: Plan, block: str, cp: str, method: ContextMethod) -> None:
+    """Shards patches between their embedding and what the model makes of the final layer."""
+    whole, part, one = Replicate(), Partial(), Shard(1)
+    plan.redistribute(r"blocks\.0.<in:0>", whole, one, cp)
+    plan.context(rf"{block}\.attn", cp, method=method, order="contiguous")
+    plan.redistribute("final_layer.<out>", one, whole, cp, grad_src=whole, grad_dst=one)
+    plan.annotate(r"(blocks|final_layer)\..*\.grad", part, cp)
+    # Each rank has the terms of its patches of what the condition contributes.
+    condition = r".*\.adaLN_modulation\.1.<in>"
+    plan.redistribute(condition, whole, whole, cp, grad_src=part, grad_dst=whole)

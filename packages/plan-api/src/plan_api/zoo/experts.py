@@ -17,7 +17,7 @@ from plan_api.plan import Plan
 from plan_api.spec.placements import interleaved_shard
 from plan_api.zoo.requirements import ExpertAxes
 
-__all__ = ["ExpertNames", "add_experts"]
+__all__ = ["ExpertNames", "add_experts", "run_routers_on_local_tensors"]
 
 _R, _P = Replicate(), Partial()
 
@@ -88,6 +88,26 @@ def add_experts(
     along = axes.summed or axes.replicated or plan.axes
     placement = _P if axes.summed else Shard(0) if axes.replicated else _R
     return plan.local(names.experts, [placement] * len(along), along)
+
+
+def run_routers_on_local_tensors(plan: Plan, axes: ExpertAxes, names: ExpertNames = _NAMES) -> Plan:
+    """Runs routers on this rank's tokens, where DTensors would gather them, or cannot choose.
+
+    Where ``axes.tp`` dispatches tokens, all of the MLP runs on local tensors, with its router.
+
+    Args:
+        plan: to which the entry is added.
+        axes: of the mixture.
+        names: of the mixture.
+
+    Returns:
+        the plan.
+    """
+    if axes.tp in axes.dispatched:
+        return plan
+    along = axes.tokens or plan.axes
+    placement = Shard(0) if axes.tokens else _R
+    return plan.local(rf"{names.mlp}\.{names.router}", [placement] * len(along), along)
 
 
 def _expert_parallel(plan: Plan, axes: ExpertAxes, names: ExpertNames, output: str) -> Plan:

@@ -42,15 +42,20 @@ class ExpertAxes:
         sharded: axes along which experts are sharded.
         dispatched: the same axes, if they shard tokens, which are dispatched then; or none.
         summed: axes along which each rank has a part of an expert's output for a token.
-        replicated: axes of data parallelism along which experts are replicated.
+        tokens: axes of data and context parallelism, along which tokens are sharded.
         tp: the axis of tensor parallelism.
     """
 
     sharded: Sequence[str]
     dispatched: Sequence[str]
     summed: Sequence[str]
-    replicated: Sequence[str]
+    tokens: Sequence[str]
     tp: str | None
+
+    @property
+    def replicated(self) -> list[str]:
+        """Axes of ``tokens`` along which experts are replicated."""
+        return [axis for axis in self.tokens if axis not in self.sharded]
 
     @property
     def mlp_grad(self) -> Placement | None:
@@ -58,7 +63,9 @@ class ExpertAxes:
         return None if self.tp in self.dispatched else Replicate()
 
 
-def expert_axes(name: str, tp: str | None, dp: Axes, sp: bool, ep: Axes) -> ExpertAxes:
+def expert_axes(
+    name: str, tp: str | None, dp: Axes, sp: bool, ep: Axes, cp: str | None = None
+) -> ExpertAxes:
     """Derives the axes of a mixture of experts from the plans' options.
 
     Args:
@@ -67,26 +74,26 @@ def expert_axes(name: str, tp: str | None, dp: Axes, sp: bool, ep: Axes) -> Expe
         dp: as in the plans' options.
         sp: as in the plans' options.
         ep: as in the plans' options.
+        cp: as in the plans' options.
 
     Raises:
         ValueError: tokens are sharded along some axes of ``ep`` and not along others.
     """
-    sharded, data = names_of(ep), names_of(dp)
-    dispatched = [axis for axis in sharded if axis in data or (sp and axis == tp)]
+    sharded, tokens = names_of(ep), [*names_of(dp), *names_of(cp)]
+    dispatched = [axis for axis in sharded if axis in tokens or (sp and axis == tp)]
     if dispatched and dispatched != sharded:
         others = ", ".join(repr(axis) for axis in sharded if axis not in dispatched)
         raise ValueError(
             f"zoo.{name}: expected all axes of ep={sharded} to shard tokens, or none, got "
             f"{', '.join(map(repr, dispatched))} that do and {others} that do not; shard them "
-            f"there too, by dp, or by sp=True for tp, or shard experts along other axes"
+            f"there too, by dp or cp, or by sp=True for tp, or shard experts along other axes"
         )
     summed = [
         axis
         for axis in dict.fromkeys((*sharded, tp))
         if axis is not None and axis not in dispatched
     ]
-    replicated = [axis for axis in data if axis not in sharded]
-    return ExpertAxes(sharded, dispatched, summed, replicated, tp)
+    return ExpertAxes(sharded, dispatched, summed, tokens, tp)
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,6 @@ def check_options(
     sp: bool = False,
     loss_parallel: bool = False,
     dp: Axes = None,
-    ep: Axes = None,
     cp: str | None = None,
     mesh: DeviceMesh | None = None,
 ) -> None:
@@ -132,7 +138,6 @@ def check_options(
         sp: as in the plans' options.
         loss_parallel: as in the plans' options.
         dp: as in the plans' options.
-        ep: as in the plans' options.
         cp: as in the plans' options.
         mesh: of the plan, for the order of ``cp`` and ``tp``.
 
@@ -148,8 +153,8 @@ def check_options(
             f"zoo.{name}: loss_parallel=True shards the vocabulary along tp, which is None; name "
             f"an axis"
         )
-    if cp is not None and cp in (tp, *names_of(dp), *names_of(ep)):
-        other = "tp" if cp == tp else "dp" if cp in names_of(dp) else "ep"
+    if cp is not None and cp in (tp, *names_of(dp)):
+        other = "tp" if cp == tp else "dp"
         raise ValueError(
             f"zoo.{name}: cp={cp!r} is {other} as well; sequences are sharded along an axis of "
             f"their own"

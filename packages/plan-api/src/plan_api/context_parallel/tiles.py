@@ -1,0 +1,208 @@
+"""Divides a block of queries and keys into tiles, each computed by one kernel call.
+
+A block is the queries of one rank and the keys of another. Tokens of a rank are in ascending
+order, so that the keys of a query are a range of the block's, and the ranges' bounds do not
+decrease (`plan_api.context_parallel.mask`): the block's pairs are a band. It is divided by
+bisection into tiles that are full; causal, which kernels compute without reading a mask; or masked,
+with few pairs that are computed in vain. What is empty is in no tile.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, TypeAlias
+
+import torch
+
+from plan_api.context_parallel.mask import AttentionMask, key_ranges
+from plan_api.context_parallel.order import Positions
+
+__all__ = ["AttentionTile", "BlockTiles", "TileKind", "block_tiles", "divide_causal"]
+
+TileKind: TypeAlias = Literal["full", "causal", "masked"]
+_DENSE = 0.9  # of a tile's pairs: if more are attended, it is masked and not divided
+_CALL_PAIRS = 4096  # a call costs as much as some pairs; fewer than these are computed in vain
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """Queries and keys of one kernel call, by their places on this rank and in the block.
+
+    Attributes:
+        rows: of the batch.
+        queries: a range of this rank's queries.
+        keys: a range of the block's keys.
+        kind: ``"causal"``: there are as many keys as queries, and each query attends to the keys
+            up to its own place; ``"full"``: to all; ``"masked"``: to those of the mask.
+    """
+
+    rows: slice
+    queries: slice
+    keys: slice
+    kind: TileKind
+
+    @property
+    def products(self) -> int:
+        """The number of products of a query and a key that are computed, in a row of the batch."""
+        queries: int = self.queries.stop - self.queries.start
+        keys: int = self.keys.stop - self.keys.start
+        return queries * (queries + 1) // 2 if self.kind == "causal" else queries * keys
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTiles:
+    """The tiles of a block, and the range of keys of each of its queries.
+
+    Attributes:
+        tiles: disjoint; together they have all pairs of the mask.
+        start: place of the first key of each query: int64 of (rows of the mask, queries).
+        stop: the place behind its last key.
+    """
+
+    tiles: tuple[AttentionTile, ...]
+    start: torch.Tensor
+    stop: torch.Tensor
+
+    @property
+    def keys(self) -> slice | None:
+        """The keys that any query attends to, or between those; None: the block is empty."""
+        if not self.tiles:
+            return None
+        places = [one.keys for one in self.tiles]
+        return slice(min(one.start for one in places), max(one.stop for one in places))
+
+    def mask(self, tile: AttentionTile, device: torch.device) -> torch.Tensor:
+        """Returns the mask of a tile, bool of (queries, keys), true where attended."""
+        row = tile.rows.start or 0
+        start, stop = _on_device(self, device)
+        keys = torch.arange(tile.keys.start, tile.keys.stop, device=device)
+        return (keys >= start[row, tile.queries, None]) & (keys < stop[row, tile.queries, None])
+
+
+def divide_causal(tile: AttentionTile, queries: int) -> Iterator[AttentionTile]:
+    """Divides a causal tile of more queries than this into causal tiles and full ones.
+
+    Kernels compute some pairs above the diagonal in vain, of a tile of a few hundred queries all.
+    """
+    first, last = tile.queries.start, tile.queries.stop
+    if tile.kind != "causal" or last - first <= queries:
+        yield tile
+        return
+    half = (last - first) // 2
+    early, late = slice(first, first + half), slice(first + half, last)
+    key = tile.keys.start
+    early_keys, late_keys = slice(key, key + half), slice(key + half, tile.keys.stop)
+    yield from divide_causal(AttentionTile(tile.rows, early, early_keys, "causal"), queries)
+    yield AttentionTile(tile.rows, late, early_keys, "full")
+    yield from divide_causal(AttentionTile(tile.rows, late, late_keys, "causal"), queries)
+
+
+@lru_cache(maxsize=256)
+def _on_device(block: BlockTiles, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return block.start.to(device), block.stop.to(device)
+
+
+@lru_cache(maxsize=1024)
+def block_tiles(
+    mask: AttentionMask, queries: Positions, keys: Positions, length: int, key_length: int
+) -> BlockTiles:
+    """Returns the tiles of the queries of one rank and the keys of another.
+
+    Args:
+        mask: of the sequence; if there are other numbers of queries and keys, without options.
+        queries: the positions of the queries; from ``length`` on they are padding.
+        keys: the positions of the keys; from ``key_length`` on they are padding.
+        length: of the sequence of queries.
+        key_length: of the sequence of keys.
+    """
+    places = torch.cat([torch.arange(*one) for one in keys])
+    own = torch.cat([torch.arange(*one) for one in queries])
+    tiles: list[AttentionTile] = []
+    bounds = []
+    for number in range(mask.rows):
+        if length == key_length:
+            ranges = key_ranges(mask.row(number), length)
+            start, stop = torch.tensor(ranges.start), torch.tensor(ranges.stop)
+        else:
+            start, stop = torch.zeros(length, dtype=torch.int64), torch.full((length,), key_length)
+        behind = torch.full((1,), key_length)  # padding attends to nothing
+        start, stop = (torch.cat([one, behind])[own.clamp(max=length)] for one in (start, stop))
+        start, stop = (torch.searchsorted(places, one) for one in (start, stop))
+        bounds.append((start, stop))
+        rows = slice(None) if mask.rows == 1 else slice(number, number + 1)
+        band = _Band(rows, start.tolist(), stop.tolist())
+        tiles += band.tiles(0, len(own), 0, len(places))
+    starts, stops = (torch.stack(one) for one in zip(*bounds, strict=True))
+    return BlockTiles(tuple(tiles), starts, stops)
+
+
+class _Band:
+    """The pairs of one row of the batch: a range of keys for each query, in ascending order."""
+
+    def __init__(self, rows: slice, start: Sequence[int], stop: Sequence[int]) -> None:
+        self._rows, self._start, self._stop = rows, start, stop
+
+    def tiles(self, first: int, last: int, left: int, right: int) -> Iterator[AttentionTile]:
+        """Yields tiles of the queries from first to last, with keys from left to right."""
+        start, stop = self._start, self._stop
+        if first == last:
+            return
+        left, right = max(start[first], left), min(stop[last - 1], right)
+        first = bisect_right(stop, left, first, last)
+        last = bisect_left(start, right, first, last)
+        if first == last:
+            return
+        left, right = max(start[first], left), min(stop[last - 1], right)
+        if left >= right:  # of queries between documents of the block, which attend to nothing
+            return
+        # All queries attend to the keys between these.
+        inner, outer = max(start[last - 1], left), min(stop[first], right)
+        rows = last - first
+        if inner <= left and outer >= right:
+            yield self._tile(first, last, left, right, "full")
+        elif self._is_causal(first, last, left, right):
+            yield from self.tiles(first, last, left, stop[first] - 1)
+            yield self._tile(first, last, stop[first] - 1, stop[last - 1], "causal")
+        elif self._is_masked(first, last, left, right):
+            yield self._tile(first, last, left, right, "masked")
+        elif outer - inner >= rows:
+            yield from self.tiles(first, last, left, inner)
+            yield self._tile(first, last, inner, outer, "full")
+            yield from self.tiles(first, last, outer, right)
+        else:
+            middle = self._divide(first, last)
+            yield from self.tiles(first, middle, left, right)
+            yield from self.tiles(middle, last, left, right)
+
+    def _tile(self, first: int, last: int, left: int, right: int, kind: TileKind) -> AttentionTile:
+        return AttentionTile(self._rows, slice(first, last), slice(left, right), kind)
+
+    def _is_causal(self, first: int, last: int, left: int, right: int) -> bool:
+        """Whether each query attends to one more key than the one before, and all to the first."""
+        start, stop = self._start, self._stop
+        diagonal = stop[first] - 1
+        return (
+            left <= diagonal
+            and start[last - 1] <= diagonal
+            and stop[last - 1] <= right
+            and all(stop[place] == diagonal + 1 + place - first for place in range(first, last))
+        )
+
+    def _is_masked(self, first: int, last: int, left: int, right: int) -> bool:
+        """Whether few pairs are computed in vain if all are."""
+        ranges = zip(self._start[first:last], self._stop[first:last], strict=True)
+        attended = sum(max(0, min(stop, right) - max(start, left)) for start, stop in ranges)
+        pairs = (last - first) * (right - left)
+        return last - first == 1 or pairs - attended <= max(_CALL_PAIRS, (1 - _DENSE) * pairs)
+
+    def _divide(self, first: int, last: int) -> int:
+        """Returns the middle, or the edge of a document that is nearest to it."""
+        middle = (first + last) // 2
+        start = self._start
+        edges = (bisect_left(start, start[middle], first, last),
+                 bisect_right(start, start[middle], first, last))  # fmt: skip
+        inside = [edge for edge in edges if first < edge < last]
+        return min(inside, key=lambda edge: abs(edge - middle), default=middle)

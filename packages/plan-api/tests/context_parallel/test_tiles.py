@@ -1,0 +1,111 @@
+"""Tiles of blocks: each pair of a mask is computed once, and few others are."""
+
+from contextlib import contextmanager
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plan_api import AttentionMask
+from plan_api.context_parallel import SequenceSharding, TokenOrder, tiles
+from plan_api.context_parallel.order import ORDERS
+from plan_api.context_parallel.tiles import block_tiles, divide_causal
+
+
+@st.composite
+def orders(draw, length):
+    """Draws an order of up to 4 ranks, of the plans' or of any tokens."""
+    ranks = draw(st.integers(1, 4))
+    if draw(st.booleans()):
+        return SequenceSharding(draw(st.sampled_from(ORDERS)), ranks).token_order(length)
+    each = -(-length // ranks)
+    positions = draw(st.permutations(range(each * ranks)))
+    parts = [sorted(positions[n * each : (n + 1) * each]) for n in range(ranks)]
+    return TokenOrder(length, tuple(tuple((one, one + 1) for one in part) for part in parts))
+
+
+def pairs_of(block, mask, order, rank, keys):
+    """Counts the pairs that the tiles of a block compute, at their positions.
+
+    Causal tiles are divided as for kernels.
+    """
+    own = torch.cat([torch.arange(*one) for one in order.parts[rank]])
+    counts = torch.zeros(mask.rows, order.padded_length, order.padded_length, dtype=torch.int)
+    for tile in (part for whole in block.tiles for part in divide_causal(whole, 3)):
+        assert tile.kind != "causal" or tile.queries.stop - tile.queries.start <= 3
+        assert tile.products > 0  # kernels divide by the numbers of queries and keys
+        queries, places = own[tile.queries], keys[tile.keys]
+        computed = torch.ones(len(queries), len(places), dtype=torch.int)
+        if tile.kind == "causal":
+            assert len(queries) == len(places)
+            computed = computed.tril()
+        assert tile.products == computed.sum()
+        if tile.kind == "masked":
+            computed = block.mask(tile, torch.device("cpu")).int()
+        rows = tile.rows
+        counts[rows, queries[:, None], places] += computed
+    return counts
+
+
+@given(data=st.data(), length=st.integers(1, 20), call=st.sampled_from([0, 5]))
+def test_each_pair_is_computed_exactly_once(data, length, call, masks, pairs):
+    """By blocks of ranks, and over all keys in the sequence's order."""
+    mask, order = data.draw(masks(length, 2)), data.draw(orders(length))
+    by_block = over_all = 0
+    with pairs_of_a_call(call):
+        for rank in range(order.ranks):
+            for source in range(order.ranks):
+                parts = order.parts[rank], order.parts[source]
+                block = block_tiles(mask, *parts, length, length)
+                keys = torch.cat([torch.arange(*one) for one in parts[1]])
+                by_block += pairs_of(block, mask, order, rank, keys)
+            every = ((0, order.padded_length),)
+            block = block_tiles(mask, order.parts[rank], every, length, length)
+            over_all += pairs_of(block, mask, order, rank, torch.arange(order.padded_length))
+    expected = torch.zeros_like(by_block)
+    expected[:, :length, :length] = pairs(mask, length)
+    assert torch.equal(by_block, expected)
+    assert torch.equal(over_all, expected)
+
+
+@contextmanager
+def pairs_of_a_call(number):
+    """Sets how many pairs a tile computes in vain rather than be divided."""
+    before, tiles._CALL_PAIRS = tiles._CALL_PAIRS, number
+    block_tiles.cache_clear()
+    try:
+        yield
+    finally:
+        tiles._CALL_PAIRS = before
+        block_tiles.cache_clear()
+
+
+def computed(mask, length):
+    every = ((0, length),)
+    block = block_tiles(mask, every, every, length, length)
+    return block.tiles, sum(tile.products for tile in block.tiles)
+
+
+def test_plain_masks_are_one_tile():
+    for mask, kind in ((AttentionMask(), "full"), (AttentionMask(causal=True), "causal")):
+        (tile,), _ = computed(mask, 512)
+        assert tile.kind == kind
+
+
+def test_few_products_of_documents_and_windows_are_in_vain():
+    """Documents of 100 tokens and more are causal tiles, a window's edges masked ones."""
+    documents = AttentionMask.of_lengths([100, 1000, 340, 608])
+    found, products = computed(documents, 2048)
+    assert products == documents.area(2048)
+    assert [tile.kind for tile in found] == ["causal"] * 4
+    for window in (256, 1024):
+        mask = AttentionMask(causal=True, window=window)
+        assert computed(mask, 2048)[1] < 1.15 * mask.area(2048)
+    short = AttentionMask.of_lengths([20] * 50)
+    found, products = computed(short, 1000)
+    assert len(found) <= 50
+
+
+def test_cross_attention_without_a_mask_is_one_tile():
+    (tile,) = block_tiles(AttentionMask(), ((0, 4),), ((0, 8),), 3, 7).tiles
+    assert (tile.queries, tile.keys, tile.kind) == (slice(0, 3), slice(0, 7), "full")
