@@ -171,7 +171,7 @@ def step_of(case, mesh, tokens):
 def kernels_of(name, mesh, tokens):
     """Returns a function that runs only the kernels of this rank's forward of the ring."""
     order, (query, key, value) = SequenceSharding(name, mesh.size()), local_inputs(mesh, tokens)
-    kernel = select_kernel(query, value, None)
+    kernel = select_kernel(query, None)
     tiles = tiles_of(order, mesh.get_local_rank(), query.shape[2])
 
     def work():
