@@ -45,11 +45,6 @@ PAIRS = {
         {"pp_degree": 1},
         "--pp-degree 2",
     ),
-    "dropout": (
-        {"system": "plan", "cp": 2, "ranks": 2, "dropout": 0.1},
-        {"cp": 1, "ranks": 1},
-        "--cp 2",
-    ),
     "init": (
         {"system": "fsdp2", "init": "sharded", "init_from": Path("weights")},
         {"init_from": None},
@@ -246,10 +241,10 @@ def test_the_command_exits_with_2_before_a_process_starts(ranks, tmp_path, capsy
     monkeypatch.setattr("integration.train.__main__.launch", started)
     monkeypatch.setattr("integration.train.__main__.process_group", started)
     out = str(tmp_path / "run")
-    wrong = ["--system", "plan", "--cp", "2", "--dropout", "0.1"]
+    wrong = ["--system", "plan", "--cp", "2", "--compile", "aot_eager"]
     assert main([*wrong, "--out", out, *ranks]) == 2
     sentence = capsys.readouterr().err
-    assert sentence.startswith("error: --dropout 0.1: expected --cp 1")
+    assert sentence.startswith("error: --compile aot_eager: expected --cp 1")
     assert "got --cp 2; leave either out" in sentence
     assert not (tmp_path / "run").exists()
 

@@ -172,13 +172,6 @@ RULES: tuple[OptionRule, ...] = (
         "give such a number, or leave --eval-samples out",
     ),
     OptionRule(
-        "dropout",
-        "cp",
-        lambda config: config.cp == 1,
-        "--cp 1, as attention over context parallel ranks has no dropout",
-        "leave either out",
-    ),
-    OptionRule(
         "init",
         "init_from",
         lambda config: config.init_from is None,
@@ -484,6 +477,8 @@ def _check_samples(config: TrainConfig, system: System, shape: ModelShape) -> No
 
 
 def _check_length(config: TrainConfig, system: System, shape: ModelShape) -> None:
+    if shape.modality is not Modality.TEXT:
+        return
     length = config.sequence_length
     chunks, parts = (1, "an equal part") if config.cp_method == "ulysses" else (2, "two chunks")
     if config.cp > 1 and length % (chunks * config.cp):
@@ -494,8 +489,7 @@ def _check_length(config: TrainConfig, system: System, shape: ModelShape) -> Non
             f" --cp {alternatives(fit or [1])} would fit, or --sequence-length"
             f" {_multiples_around(length, chunks * config.cp)}"
         )
-    text = shape.modality is Modality.TEXT
-    if text and system.needs_even_sequences and length % config.tp:
+    if system.needs_even_sequences and length % config.tp:
         raise UsageError(
             f"system {system.name!r}: expected --sequence-length to be a multiple of --tp"
             f" {config.tp}, which shards sequences evenly, got {length}; --sequence-length"
@@ -569,6 +563,13 @@ def _check_optimizer(config: TrainConfig, system: System) -> None:
 
 
 def _check_random(config: TrainConfig, system: System, shape: ModelShape) -> None:
+    drops_weights = config.dropout > 0 and shape.modality is Modality.TEXT
+    if config.cp > 1 and drops_weights and system.device.is_accelerator:
+        raise UsageError(
+            f"--dropout {config.dropout:g}: expected --device cpu with --cp {config.cp}, whose"
+            " ranks draw one device's masks of attention weights there only, got --device"
+            f" {system.device.type}; leave either out"
+        )
     if config.random != DIST_RNG_RANDOM:
         return
     if importlib.util.find_spec("dist_rng") is None:
