@@ -159,11 +159,12 @@ def test_a_pipeline_waits_as_its_schedule_says():
     time = made.time
     idle = expected_bubble("1F1B", 4, 8, 1)
     busy = time.compute + time.host + time.tensor
-    transfers = time.bubble - busy * idle / (1 - idle)
+    assert time.bubble == pytest.approx(busy * idle / (1 - idle))
     machine = GLOO.machine
-    assert transfers == pytest.approx(
+    assert time.transfers == pytest.approx(
         16 * (64 / machine.inside.bandwidth + machine.inside.latency), rel=1e-3
     )
+    assert time.busy == pytest.approx(time.total - time.bubble)
     # Two of six layers, with four of eight microbatches in memory.
     assert made.memory.activations == 4 * 2 * 300 + 100 + 50
 
@@ -233,9 +234,12 @@ def test_hosts_of_accelerators_launch_while_these_compute():
 
 def test_the_reason_names_the_largest_terms():
     time = replace(
-        predicted(ranks=1).time, compute=6.0, host=0.0, tensor=3.0, data=0.5, bubble=0.5, update=0.0
+        predicted(ranks=1).time,
+        compute=6.0, host=0.0, tensor=3.0, data=0.5, transfers=0.0, bubble=0.5, update=0.0,
     )
     assert time.reason == "compute 60%, TP 30%"
+    other = replace(time, tensor=0.5, transfers=1.5, bubble=1.0)
+    assert other.reason == "compute 63%, PP 16%, bubble 11%"
 
 
 # The search.

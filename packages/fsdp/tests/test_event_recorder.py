@@ -86,6 +86,29 @@ def test_memory_by_kind_of_fully_shard():
     assert flops == 5 * 2 * ROWS * WIDTH * WIDTH  # the input needs no gradient
 
 
+def _work(compute):
+    """The work of operators on a fake tensor of 64 elements."""
+    with EventRecorder() as recorder:
+        tensor = torch.zeros(8, 8)
+        recorder.start_step()
+        compute(tensor)
+        recorder.finish_step()
+    found = [event for event in recorder.events if isinstance(event, ComputeWork)]
+    return sum(found, ComputeWork())
+
+
+def test_operators_without_a_kernel_read_no_memory_and_queries_are_no_operators():
+    assert _work(lambda tensor: tensor.device) == ComputeWork()
+    for alone in (
+        torch.t,
+        torch.empty_like,
+        lambda tensor: tensor.new_empty(4),
+        lambda tensor: torch.ops.aten._unsafe_view(tensor, [64]),
+    ):
+        assert _work(alone) == ComputeWork(ops=1)
+    assert _work(torch.neg) == ComputeWork(nbytes=2 * 4 * 64, ops=1)
+
+
 def test_gradients_in_the_memory_of_parameters_count_as_reducing():
     seen = []
 

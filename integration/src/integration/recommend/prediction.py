@@ -89,7 +89,8 @@ class StepSeconds:
         context: collectives of context parallelism.
         experts: exchanges of tokens.
         data: gathers and reductions of data parallelism, as far as they are exposed.
-        bubble: ranks of the pipeline that wait, and its transfers.
+        transfers: sending hidden states and their gradients between stages.
+        bubble: waiting for other stages.
         update: the optimizer, with transfers of offloading.
     """
 
@@ -99,6 +100,7 @@ class StepSeconds:
     context: float
     experts: float
     data: float
+    transfers: float
     bubble: float
     update: float
 
@@ -123,7 +125,8 @@ class StepSeconds:
 
 _NAMES = {
     "compute": "compute", "host": "launching operators", "tensor": "TP", "context": "CP",
-    "experts": "EP", "data": "gathers and reductions", "bubble": "pipeline", "update": "optimizer",
+    "experts": "EP", "data": "gathers and reductions", "transfers": "PP",
+    "bubble": "bubble", "update": "optimizer",
 }  # fmt: skip
 
 
@@ -292,15 +295,15 @@ class _Step:
         device = compute + sum(spent.values())
         if hardware.accelerator:
             host = max(0.0, host - device)
-        times, bubble = self._microbatches, 0.0
+        times, transfers, bubble = self._microbatches, 0.0, 0.0
         busy = times * (device + host)
         if self._config.pp_degree > 1:
             idle = expected_bubble("1F1B", self._config.pp_degree, times, 1) or 0.0
-            bubble = busy * idle / (1 - idle) + self._transfers()
+            transfers, bubble = self._transfers(), busy * idle / (1 - idle)
         return StepSeconds(
             times * compute, times * host,
             **{name: times * seconds for name, seconds in spent.items()},
-            data=self._data_seconds(times * compute), bubble=bubble,
+            data=self._data_seconds(times * compute), transfers=transfers, bubble=bubble,
             update=self._update(state_bytes),
         )  # fmt: skip
 

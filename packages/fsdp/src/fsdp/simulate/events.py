@@ -163,11 +163,13 @@ def _group_of(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup | None:
 
 
 def operator_work(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> ComputeWork:
-    """Returns the amount of computation of an operator call."""
+    """Returns the amount of computation of an operator call; none of a query of a tensor."""
+    if func.namespace == "prim":  # fake tensors, unlike real ones, dispatch `tensor.device`
+        return ComputeWork()
     count = _FLOPS.get(func._overloadpacket)
     if count is not None:
         return ComputeWork(int(count(*args, **kwargs, out_val=out)), 0, 1)
-    if func.is_view:
+    if func.is_view or func._overloadpacket in _WITHOUT_KERNEL:
         return ComputeWork(ops=1)
     tensors = {id(tensor): tensor for tensor in tensors_in((args, kwargs, out))}
     return ComputeWork(0, sum(tensor.nbytes for tensor in tensors.values()), 1)
@@ -182,6 +184,16 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, products: int) -> i
     """Returns the flops of `products` products of the size of query times key."""
     return 2 * products * query.numel() * key.shape[-2]
 
+
+# They allocate, or are views without a declaration as such: no memory is read or written.
+_WITHOUT_KERNEL = {
+    torch.ops.aten._unsafe_view,
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}
 
 _FLOPS: dict[Any, Callable[..., Any]] = {
     **flop_registry,
