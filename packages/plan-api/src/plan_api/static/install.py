@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,8 +116,7 @@ def install_static(
             handles += install_operators(site, module, mesh, types, sizes, calls)
     handles += install_context_parallel(model, attention)
     handles += install_label_shifts(model, sites)
-    handles += install_router_loss(model, sites, lowered.indices, mesh, "static")
-    handles += install_router_z_loss(model, sites, lowered.indices, mesh, "static")
+    handles += _install_router_losses(model, sites, lowered, mesh)
     # After the hooks of sites, some of which redistribute unsharded parameters.
     unsharding = install_unsharding(model, lowered)
     unsharded = tuple(unsharding.params.values())
@@ -139,6 +138,13 @@ def install_static(
     return InstalledStatic(
         (*handles, *guard.handles), gradients, guard, (*local_params, *unsharded)
     )
+
+
+def _install_router_losses(
+    model: nn.Module, sites: Sequence[Site], lowered: Lowered, mesh: DeviceMesh
+) -> Iterator[RemovableHandle]:
+    for install in (install_router_loss, install_router_z_loss):
+        yield from install(model, sites, lowered.indices, mesh, "static")
 
 
 def _sizes_of_params(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> ShardSizes:
