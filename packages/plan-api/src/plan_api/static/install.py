@@ -16,6 +16,7 @@ from plan_api.context_parallel.attention import attention_calls, install_context
 from plan_api.context_parallel.reorder import install_label_shifts
 from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site, gradient_placements
 from plan_api.lowering.model_names import named_state
+from plan_api.ops.expert_capacity import install_expert_capacity
 from plan_api.ops.expert_indices import install_expert_indices
 from plan_api.ops.router_loss import install_router_loss
 from plan_api.ops.router_z_loss import install_router_z_loss
@@ -118,6 +119,7 @@ def install_static(
     handles += install_label_shifts(model, sites)
     handles += install_router_loss(model, sites, lowered.indices, mesh, "static")
     handles += install_router_z_loss(model, sites, lowered.indices, mesh, "static")
+    handles += install_expert_capacity(model, lowered.sites, mesh)
     # After the hooks of sites, some of which redistribute unsharded parameters.
     unsharding = install_unsharding(model, lowered)
     unsharded = tuple(unsharding.params.values())
