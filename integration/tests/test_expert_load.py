@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import integration.data
+from integration.models import RouterSize
 from integration.train.config import TrainConfig
 from integration.train.measurement.expert_load import ExpertLoad, shares
 from integration.train.metrics import read_metrics
@@ -36,20 +37,35 @@ class TopKRouter(nn.Module):
     num_experts = 3
 
     def forward(self, tokens):
-        return tokens, tokens, torch.tensor([[0, 1]] * len(tokens))
+        chosen = torch.tensor([[0, 1]] * len(tokens))
+        weights = torch.ones_like(chosen)
+        weights[3:, 1] = 0  # drops what the first three tokens leave
+        return tokens, weights, chosen
 
 
 def test_forwards_of_a_step_are_counted_once_though_backward_recomputes_them():
     model = nn.Sequential(nn.Linear(2, 2), TopKRouter())
-    load = ExpertLoad(model, {"1": 3}, "cpu")
+    load = ExpertLoad(model, {"1": RouterSize(3, 2)}, "cpu")
     tokens = torch.ones(5, 2, requires_grad=True)
     for _ in range(2):
         with load.step():
             for _ in range(2):  # microbatches
                 checkpoint(model, tokens, use_reentrant=False)[0].sum().backward()
         model(tokens)  # as an evaluation
-        assert load.counts.tolist() == [[10, 10, 0]]
-    assert shares(load.counts) == [[0.5, 0.5, 0.0]]
+        assert load.counts.tolist() == [[[10, 10, 0]]]
+    assert shares(load.counts[0]) == [[0.5, 0.5, 0.0]]
+    assert load.dropped(load.counts, 10) is None
+
+
+def test_choices_without_a_weight_are_dropped():
+    model = TopKRouter()
+    load = ExpertLoad(
+        model, {"": RouterSize(3, 2), "other stage's": RouterSize(4, 2)}, "cpu", drops=True
+    )
+    with load.step():
+        model(torch.ones(5, 2))
+    assert load.counts[:, 0].tolist() == [[5, 5, 0, 0], [0, 2, 0, 0]]
+    assert not load.counts[:, 1].any()
 
 
 @pytest.mark.ranks
@@ -87,3 +103,36 @@ def test_shares_of_experts_are_those_of_one_device(tmp_path):
     events.Reload()
     written = events.Scalars("expert load/layer 1, expert 3")
     assert [one.value for one in written] == pytest.approx([step[1][3] for step in load["ep"]])
+
+
+@pytest.mark.ranks
+def test_dropped_tokens_are_those_of_one_device(tmp_path):
+    shared = {"model": "mixtral-tiny", "capacity_factor": 0.5}
+    plan = shared | {"system": "plan"}
+    runs = {
+        "ddp": shared | {"system": "ddp", "micro_batch": 2},  # accumulates
+        "sp": plan | {"tp": 2, "sp": True, "ep": 2, "activation_checkpointing": "full"},
+        "tp": plan | {"tp": 2},  # both ranks have all tokens
+        "pipeline": plan | {"pp_degree": 2, "pp_microbatches": 2, "static": True},
+    }
+    on = {name: options | {"out": tmp_path / name} for name, options in runs.items()}
+    run_ranks(_run, 1, [shared | {"out": tmp_path / "one"}])
+    run_ranks(_run, 2, [*on.values()], timeout=240)
+    drops = {
+        name: torch.tensor([record.dropped_tokens for record in read_metrics(tmp_path / name)])
+        for name in ("one", *runs)
+    }
+    one = drops.pop("one")
+    loads = torch.tensor([record.expert_load for record in read_metrics(tmp_path / "one")])
+    tokens, limit = 8 * 64, 16  # of a step; of a sequence, 0.5 * 64 * 2 / 4
+    kept = (loads * tokens * 2).round() - one
+    assert one.shape == (2, 2, 4)
+    assert (kept <= 8 * limit).all()
+    assert (kept >= 0).all()
+    assert (one > 0).all()  # all experts are chosen more often than that
+    for name, found in drops.items():
+        assert (found - one).abs().max() <= 3, name  # see above
+    events = EventAccumulator(str(tmp_path / "sp" / "tensorboard"))
+    events.Reload()
+    written = events.Scalars("dropped tokens/layer 1, expert 3")
+    assert [one.value for one in written] == drops["sp"][:, 1, 3].tolist()

@@ -41,8 +41,12 @@ PRODUCTS = {
     },
 }
 ROUTERS = {
-    "mixtral-tiny": {"router_z_loss": 0.02},
-    "deepseek-v3-tiny": {"router_z_loss": 0.02, "expert_bias_rate": 2e-3},
+    "mixtral-tiny": {"router_z_loss": 0.02, "capacity_factor": 0.9},
+    "deepseek-v3-tiny": {
+        "router_z_loss": 0.02,
+        "capacity_factor": 1.0,
+        "expert_bias_rate": 3e-3,
+    },
 }
 
 
@@ -167,13 +171,21 @@ def test_where_the_z_loss_has_no_effect_it_is_refused(options, message):
         validate(TrainConfig(**run | options))
 
 
+def test_a_capacity_without_effect_is_refused():
+    validate(TrainConfig(model="mixtral-tiny", capacity_factor=1.0))
+    with pytest.raises(UsageError, match=r"--capacity-factor 1.0: expected a model with routers"):
+        validate(TrainConfig(model="llama-tiny", capacity_factor=1.0))
+    with pytest.raises(UsageError, match=r"--capacity-factor 1.0: expected --compile none"):
+        validate(TrainConfig(model="mixtral-tiny", capacity_factor=1.0, compile="aot_eager"))
+
+
 def test_biases_of_routers_without_them_are_refused():
     validate(TrainConfig(model="deepseek-v3-tiny", expert_bias_rate=0.1))
     with pytest.raises(UsageError, match=r"--expert-bias-rate 0.1: .*e_score.*got --model mixtral"):
         validate(TrainConfig(model="mixtral-tiny", expert_bias_rate=0.1))
 
 
-@pytest.mark.parametrize("option", ["--router-z-loss", "--expert-bias-rate"])
+@pytest.mark.parametrize("option", ["--router-z-loss", "--expert-bias-rate", "--capacity-factor"])
 @pytest.mark.parametrize("value", ["-1", "inf", "nan"])
 def test_what_is_no_number_from_zero_on_is_refused(option, value, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -20,7 +20,7 @@ from integration.models.decoders import (
     MixtralShape,
 )
 from integration.models.dit import DITS, DiTShape
-from integration.models.routers import routers_of
+from integration.models.routers import RouterOptions, RouterSize, routers_of
 from integration.models.shape import ModelShape, loss_of
 
 _SHAPES: dict[str, ModelShape] = {**DECODERS, **DITS}
@@ -35,6 +35,8 @@ __all__ = [
     "LlamaShape",
     "MixtralShape",
     "ModelShape",
+    "RouterOptions",
+    "RouterSize",
     "build_model",
     "build_model_on_meta",
     "draw_weights",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from integration.errors import UsageError
-from integration.models import ModelShape, routers_of
+from integration.models import ModelShape, RouterOptions
 from integration.pipeline.families import family_of
 from integration.pipeline.schedules import PipelineSchedule
 from integration.pipeline.split import (
@@ -33,6 +33,8 @@ from integration.systems.base import System
 
 if TYPE_CHECKING:
     from plan_api import RouterZLoss
+
+_NO_ROUTER_OPTIONS = RouterOptions()
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class RankPipeline:
         make_stage: `Stage`, or a subclass.
         one_device_random: whether stages draw one device's random numbers, by dist-rng; all ranks
             have equal generators then.
-        router_z_loss: coefficient of the z-loss of routers; 0: there is none.
+        router_options: what the run adds to routers.
 
     Attributes:
         model: this rank's part of the full model, with the same parameter names. It is not called;
@@ -147,7 +149,7 @@ class RankPipeline:
         make_stage: type[Stage] = Stage,
         *,
         one_device_random: bool = False,
-        router_z_loss: float = 0.0,
+        router_options: RouterOptions = _NO_ROUTER_OPTIONS,
     ) -> None:
         self._family = family_of(model)
         self._layout, self._make_stage = layout, make_stage
@@ -171,8 +173,8 @@ class RankPipeline:
             parts[index] = part = model_part(model, units, chain)
             self._family.set_forward(part, first=index == 0)
             inner.autocast(part)
-            if router_z_loss and routers_of(part):
-                self._z_losses.append(_with_z_loss(part, router_z_loss))
+            if (z_loss := router_options.install(part)) is not None:
+                self._z_losses.append(z_loss)
             context = StageContext(
                 mesh[axes],
                 model,
@@ -318,12 +320,6 @@ class RankPipeline:
 
         for part in self._plan_parts:
             installed(part).gradients.reduce()
-
-
-def _with_z_loss(part: nn.Module, coefficient: float) -> "RouterZLoss":
-    from plan_api import add_router_z_loss  # on use, as other runs need only torch
-
-    return add_router_z_loss(part, coefficient)
 
 
 def _parameter(model: nn.Module, name: str) -> nn.Parameter:

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from integration.data import Batch
 from integration.errors import UsageError
-from integration.models import ModelShape, build_model_on_meta
+from integration.models import ModelShape, RouterOptions, build_model_on_meta
 from integration.pipeline.rank_pipeline import (
     PipelineLayout,
     PipelineOptions,
@@ -22,7 +22,7 @@ from integration.pipeline.stage_parallelism import (
 from integration.systems.base import System
 from integration.systems.clip import clip_gradients
 from integration.systems.plan import use_fused_attention
-from integration.train.config import DIST_RNG_RANDOM, TrainConfig
+from integration.train.config import DIST_RNG_RANDOM, TrainConfig, router_options_of
 
 
 class PipelineSystem(System):
@@ -35,7 +35,7 @@ class PipelineSystem(System):
         inner: system that parallelizes a stage.
         layout: stages of the model.
         one_device_random: whether dropout draws one device's masks, by dist-rng.
-        router_z_loss: coefficient of the z-loss of routers.
+        router_options: what the run adds to routers.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PipelineSystem(System):
         layout: PipelineLayout,
         *,
         one_device_random: bool,
-        router_z_loss: float,
+        router_options: RouterOptions,
     ) -> None:
         self.compute_dtypes = inner.compute_dtypes
         super().__init__(inner.degrees, inner.compute_dtype, inner.device)
@@ -55,7 +55,7 @@ class PipelineSystem(System):
         self.accepts_deferred_init = inner.accepts_deferred_init
         self.plans_layers = inner.plans_layers
         self._inner, self._layout = inner, layout
-        self._one_device_random, self._router_z_loss = one_device_random, router_z_loss
+        self._one_device_random, self._router_options = one_device_random, router_options
         self._running: RankPipeline | None = None
 
     def check(self, world_size: int, shape: ModelShape) -> None:
@@ -88,7 +88,7 @@ class PipelineSystem(System):
         )
         self._running = RankPipeline(
             self._layout, self._inner, model, shape, mesh,
-            one_device_random=self._one_device_random, router_z_loss=self._router_z_loss,
+            one_device_random=self._one_device_random, router_options=self._router_options,
         )  # fmt: skip
         return self._running.model
 
@@ -162,7 +162,7 @@ def with_pipeline(system: System, shape: ModelShape, config: TrainConfig, world:
         system,
         make_layout(options, build_model_on_meta(shape, dropout=config.dropout)),
         one_device_random=config.random == DIST_RNG_RANDOM,
-        router_z_loss=config.router_z_loss,
+        router_options=router_options_of(config),
     )
 
 

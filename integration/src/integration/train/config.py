@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 from integration.data import BYTES
 from integration.device import DeviceOption
 from integration.errors import UsageError
+from integration.models import RouterOptions
 from integration.systems import REST, Degrees, Placements, get_system
 from integration.systems.base import Backend, Recompute
 
@@ -131,6 +132,9 @@ class TrainConfig:
     """Folder of safetensors, as written by save_pretrained, with the initial weights."""
     router_z_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Coefficient of the z-loss of routers, which is added to the loss of training; 0: none."""
+    capacity_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """In training an expert takes the first ceil(capacity factor x tokens x choices / experts) of
+    the tokens of each sequence that chose it, and drops others; by default it takes all."""
     expert_bias_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """DeepSeek-V3: by how much an expert's bias in the choice of experts moves after each step, up
     if it got fewer tokens than the mean, down if more; 0: biases stay as they are."""
@@ -185,6 +189,11 @@ class TrainConfig:
     join_timeout: Annotated[float, Field(gt=0)] = 300.0
     """Seconds to wait for other ranks at the start, where another launcher than torchrun started
     them."""
+
+
+def router_options_of(config: TrainConfig) -> RouterOptions:
+    """Returns what a run adds to routers."""
+    return RouterOptions(config.router_z_loss, config.capacity_factor)
 
 
 def degrees_of(config: TrainConfig) -> Degrees:

@@ -190,7 +190,7 @@ class Trainer:
         if not rate:
             return
         if counts is None:
-            counts = self._load.counts.clone()
+            counts = self._load.counts[0].clone()
             dist.all_reduce(counts)
         update_expert_biases(self._load.routers, counts, rate)
 
@@ -296,7 +296,7 @@ class Trainer:
         scale = self.loss_scale
         counts = shared[2:].view(counts.shape)
         with self._collectives.step(counted):
-            norm = self._update(counts)
+            norm = self._update(counts[0])
         if self.loss_scale is not None and self.loss_scale.is_too_small:
             self.loss_scale = scale
             raise self._diverged(f"gradients of step {counted} overflow in fp16", generators)
@@ -311,7 +311,8 @@ class Trainer:
             tokens_per_second=self._tokens_per_step / seconds,
             mfu=self._throughput.mfu(seconds),
             loss_scale=None if scale is None else scale.value,
-            expert_load=shares(counts),
+            expert_load=shares(counts[0]),
+            dropped_tokens=self._load.dropped(counts, self._tokens_per_step),
         )
         return record, bool(shared[1])
 
@@ -436,7 +437,8 @@ def _expert_load(
 ) -> ExpertLoad:
     if config.compile != "none":  # compiled layers run without hooks
         return ExpertLoad(nn.Identity(), {}, device)
-    return ExpertLoad(parallel.model, parallel.experts, device)
+    drops = config.capacity_factor is not None
+    return ExpertLoad(parallel.model, parallel.routers, device, drops=drops)
 
 
 def _tensorboard_writer(folder: Path, first_step: int) -> "SummaryWriter":
@@ -476,6 +478,9 @@ class _Outputs(AbstractContextManager["_Outputs"]):
             for layer, loads in enumerate(record.expert_load or ()):
                 for expert, load in enumerate(loads):
                     optional[f"expert load/layer {layer}, expert {expert}"] = load
+            for layer, drops in enumerate(record.dropped_tokens or ()):
+                for expert, number in enumerate(drops):
+                    optional[f"dropped tokens/layer {layer}, expert {expert}"] = number
             for name, value in optional.items():
                 if value is not None:
                     self._writer.add_scalar(name, value, record.step)

@@ -29,6 +29,8 @@ class StepRecord:
         loss_scale: of fp16; the next step's is half of it if the update was skipped.
         expert_load: for each layer with experts, the share of the choices of the global batch that
             each expert got; None without experts, and in compiled layers.
+        dropped_tokens: for each layer with experts, how many tokens of the global batch each
+            expert dropped; None without a capacity.
     """
 
     step: int
@@ -43,6 +45,7 @@ class StepRecord:
     eval_perplexity: float | None = None
     loss_scale: float | None = None
     expert_load: list[list[float]] | None = None
+    dropped_tokens: list[list[int]] | None = None
 
 
 @dataclass(frozen=True)

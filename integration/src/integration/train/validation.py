@@ -370,7 +370,7 @@ _ROUTER_SYSTEMS = ("single", "ddp", "fsdp2", "fsdp", "plan")
 
 def _check_router_options(config: TrainConfig, shape: ModelShape) -> None:
     """Refuses options of routers where they would have no effect."""
-    for field in ("router_z_loss", "expert_bias_rate"):
+    for field in ("router_z_loss", "capacity_factor", "expert_bias_rate"):
         if getattr(config, field) == _DEFAULTS[field]:
             continue
         got = _spelled(config, field)

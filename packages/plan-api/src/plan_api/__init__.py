@@ -12,6 +12,7 @@ from plan_api.inspect.view import view
 from plan_api.installation import Installed, installed, uninstall
 from plan_api.lowering.ir import Lowered
 from plan_api.lowering.lower import lower
+from plan_api.ops.expert_capacity import limit_expert_capacity
 from plan_api.ops.redistribute import redistribute
 from plan_api.ops.router_z_loss import RouterZLoss, add_router_z_loss
 from plan_api.plan import Plan
@@ -43,6 +44,7 @@ __all__ = [
     "generate_static",
     "installed",
     "is_validating",
+    "limit_expert_capacity",
     "lower",
     "parallelize",
     "plan_communication",

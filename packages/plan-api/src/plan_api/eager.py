@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from plan_api.context_parallel.attention import attention_calls, install_context_parallel
 from plan_api.context_parallel.reorder import SequenceReorder, install_label_shifts
 from plan_api.lowering.ir import ExpertIndices, OpKind, Schedule, Site, SiteStep
+from plan_api.ops.expert_capacity import install_expert_capacity
 from plan_api.ops.local_region import install_regions
 from plan_api.ops.router_loss import install_router_loss
 from plan_api.ops.router_z_loss import install_router_z_loss
@@ -60,3 +61,4 @@ def install_eager(
     yield from install_label_shifts(model, hooked)
     yield from install_router_loss(model, hooked, indices, mesh, "eager")
     yield from install_router_z_loss(model, hooked, indices, mesh, "eager")
+    yield from install_expert_capacity(model, sites, mesh)

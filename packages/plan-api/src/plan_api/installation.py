@@ -16,6 +16,7 @@ from plan_api.lowering.fully_shard import names_reduced_by_fsdp
 from plan_api.lowering.ir import Lowered
 from plan_api.lowering.lower import lower
 from plan_api.lowering.validate import check_buckets
+from plan_api.ops.expert_capacity import check_expert_capacity
 from plan_api.options import ParallelizeOptions, warn_of_slow_planning
 from plan_api.patches import install_patches, uninstall_patches
 from plan_api.plan import Plan
@@ -125,6 +126,7 @@ def apply_plan(
     )
     if options.mode == "static":
         validate_static(model, lowered, plan.mesh)
+    check_expert_capacity(model, lowered.sites, plan.mesh)
     check_buckets(options.bucket_mb, model, reduced_by_fsdp)
     check_agreement(
         [

@@ -6,8 +6,14 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from integration.models import build_model, build_model_on_meta, draw_weights, routers_of
-from integration.train.config import DIST_RNG_RANDOM
+from integration.models import (
+    RouterSize,
+    build_model,
+    build_model_on_meta,
+    draw_weights,
+    routers_of,
+)
+from integration.train.config import DIST_RNG_RANDOM, router_options_of
 from integration.train.launch.world import World
 from integration.train.model.activation_checkpointing import recompute_activations
 from integration.train.model.compiled import compile_layers
@@ -20,12 +26,12 @@ class ParallelModel:
 
     Attributes:
         parameters: number of elements of all parameters of the full model.
-        experts: of each router of the full model, by its path there.
+        routers: of the full model, by their paths there.
     """
 
     model: nn.Module
     parameters: int
-    experts: dict[str, int]
+    routers: dict[str, RouterSize]
 
 
 def parallel_model(setup: Setup, world: World) -> ParallelModel:
@@ -49,7 +55,7 @@ def parallel_model(setup: Setup, world: World) -> ParallelModel:
     else:
         model = build_model(shape, seed=config.seed, dropout=config.dropout)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    experts = {path: int(router.num_experts) for path, router in routers_of(model).items()}  # type: ignore[arg-type]
+    routers = {path: RouterSize.of(router) for path, router in routers_of(model).items()}
     if not system.plans_layers:
         layers = shape.layers_of(model)
         recompute_activations(
@@ -60,10 +66,8 @@ def parallel_model(setup: Setup, world: World) -> ParallelModel:
         model.to(system.device.current)
         if setup.initial is not None:
             setup.initial.load(model)
-    if config.router_z_loss and config.pp_degree == 1:  # else each stage has its own
-        from plan_api import add_router_z_loss
-
-        add_router_z_loss(model, config.router_z_loss)
+    if config.pp_degree == 1:  # else stages have their own
+        router_options_of(config).install(model)
     model = system.parallelize(model, shape, world.size)
     if on_meta:
         if setup.initial is None:
@@ -72,7 +76,7 @@ def parallel_model(setup: Setup, world: World) -> ParallelModel:
             setup.initial.allocate(model, system.device.type)
     if setup.initial is not None and (on_meta or deferred):
         setup.initial.load(model)
-    return ParallelModel(model, parameters, experts)
+    return ParallelModel(model, parameters, routers)
 
 
 def weights_hash(model: nn.Module) -> str:

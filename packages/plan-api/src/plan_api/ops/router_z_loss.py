@@ -22,7 +22,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.ir import ExpertIndices, Site
-from plan_api.ops.routers import RouterTokens, router_tokens, routers_of, with_value
+from plan_api.ops.routers import (
+    RouterTokens,
+    check_before_parallelize,
+    router_tokens,
+    routers_of,
+    with_value,
+)
 from plan_api.runtime.containers import map_tensors, replace_part
 from plan_api.runtime.hooks import is_validating
 
@@ -72,21 +78,7 @@ def add_router_z_loss(model: nn.Module, coefficient: float) -> RouterZLoss:
             f"add_router_z_loss: expected a coefficient above 0, got {coefficient}; give one such "
             f"as 1e-3, or leave the call out"
         )
-    if not routers_of(model):
-        raise ValueError(
-            f"add_router_z_loss: expected a model with routers of transformers, classes that are "
-            f"named ...TopKRouter, got a {type(model).__name__} without any; leave the call out"
-        )
-    if _ATTRIBUTE in vars(model):
-        raise ValueError(
-            "add_router_z_loss: expected a model without a z-loss, got one that has it already; "
-            "call it once"
-        )
-    if any(isinstance(one, DTensor) for one in model.parameters()):
-        raise ValueError(
-            "add_router_z_loss: expected an unmodified model, got one with DTensors; call it "
-            "before parallelize"
-        )
+    check_before_parallelize(model, "add_router_z_loss", _ATTRIBUTE)
     loss = RouterZLoss(coefficient)
     setattr(model, _ATTRIBUTE, loss)
     loss._handles += _Hooks(loss, RouterTokens(), "plain").install(model)

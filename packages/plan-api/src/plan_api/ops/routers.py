@@ -12,10 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.lowering.ir import ExpertIndices, HookPoint, Site
+from plan_api.lowering.ir import ExpertIndices, HookPoint, OpKind, Site
 from plan_api.spec.axes import axis_names
 
-__all__ = ["RouterTokens", "axes_of_loss", "router_tokens", "routers_of", "with_value"]
+__all__ = [
+    "RouterTokens", "axes_of_loss", "check_before_parallelize", "router_tokens", "routers_of",
+    "with_value",
+]  # fmt: skip
 
 # Names of transformers' classes end so; their outputs are logits, weights and choices of experts.
 _ROUTER = "topkrouter"
@@ -28,6 +31,34 @@ def routers_of(model: nn.Module) -> dict[str, nn.Module]:
         for path, module in model.named_modules()
         if any(cls.__name__.lower().endswith(_ROUTER) for cls in type(module).__mro__)
     }
+
+
+def check_before_parallelize(model: nn.Module, function: str, attribute: str) -> None:
+    """Refuses a model to whose routers a function adds nothing.
+
+    Args:
+        model: any.
+        function: name of the function, for messages.
+        attribute: that the function sets on a model.
+
+    Raises:
+        ValueError: the model has no routers, has the attribute or has been parallelized.
+    """
+    if not routers_of(model):
+        raise ValueError(
+            f"{function}: expected a model with routers of transformers, classes that are named "
+            f"...TopKRouter, got a {type(model).__name__} without any; leave the call out"
+        )
+    if attribute in vars(model):
+        raise ValueError(
+            f"{function}: expected a model that it was not called with, got one that has it "
+            f"already; call it once"
+        )
+    if any(isinstance(one, DTensor) for one in model.parameters()):
+        raise ValueError(
+            f"{function}: expected an unmodified model, got one with DTensors; call it before "
+            f"parallelize"
+        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +112,9 @@ def router_tokens(
         if not site.path and site.hook_point is HookPoint.FORWARD_PRE
         for step in site.moved
         for axis, move in step.moves.items()
-        if getattr(move.dst, "dim", None) is not None
+        # Sequences that a stage of a pipeline gets sharded are gathered before routers.
+        if _shards_tokens(move.dst)
+        or (step.kind is not OpKind.ANNOTATE and getattr(move.dst, "dim", None) == 1)
     }
     dispatched = {
         axis
@@ -112,5 +145,5 @@ def with_value(differentiable: torch.Tensor, value: torch.Tensor) -> torch.Tenso
     return value + (differentiable - differentiable.detach())
 
 
-def _shards_tokens(placement: Placement) -> bool:
+def _shards_tokens(placement: Placement | None) -> bool:
     return getattr(placement, "dim", None) == 0

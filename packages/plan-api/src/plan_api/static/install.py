@@ -16,6 +16,7 @@ from plan_api.context_parallel.attention import attention_calls, install_context
 from plan_api.context_parallel.reorder import install_label_shifts
 from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site, gradient_placements
 from plan_api.lowering.model_names import named_state
+from plan_api.ops.expert_capacity import install_expert_capacity
 from plan_api.ops.expert_indices import install_expert_indices
 from plan_api.ops.router_loss import install_router_loss
 from plan_api.ops.router_z_loss import install_router_z_loss
@@ -116,7 +117,7 @@ def install_static(
             handles += install_operators(site, module, mesh, types, sizes, calls)
     handles += install_context_parallel(model, attention)
     handles += install_label_shifts(model, sites)
-    handles += _install_router_losses(model, sites, lowered, mesh)
+    handles += _install_routers(model, sites, lowered, mesh)
     # After the hooks of sites, some of which redistribute unsharded parameters.
     unsharding = install_unsharding(model, lowered)
     unsharded = tuple(unsharding.params.values())
@@ -140,11 +141,13 @@ def install_static(
     )
 
 
-def _install_router_losses(
+def _install_routers(
     model: nn.Module, sites: Sequence[Site], lowered: Lowered, mesh: DeviceMesh
 ) -> Iterator[RemovableHandle]:
-    for install in (install_router_loss, install_router_z_loss):
-        yield from install(model, sites, lowered.indices, mesh, "static")
+    """Installs the losses and the capacity of a model's routers."""
+    yield from install_router_loss(model, sites, lowered.indices, mesh, "static")
+    yield from install_router_z_loss(model, sites, lowered.indices, mesh, "static")
+    yield from install_expert_capacity(model, lowered.sites, mesh)
 
 
 def _sizes_of_params(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> ShardSizes:

@@ -1,0 +1,262 @@
+"""The capacity of experts: what one device drops, however tokens are sharded."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from plan_api import Plan, limit_expert_capacity, parallelize, zoo
+from plan_api.ops.routers import routers_of
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, CommLog, models, run_ranks
+
+FACTOR = 0.75
+needs_flattening = pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
+FAMILIES = {
+    "mixtral": (models.mixtral, zoo.mixtral, {}),
+    "deepseek_v3": (models.deepseek_v3, zoo.deepseek_v3, {"dense": 1}),
+}
+
+
+def _batch(length=8):
+    torch.manual_seed(3)
+    ids = torch.randint(0, 64, (4, length))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _results(model, batch):
+    """The loss, and the gradients."""
+    loss = model(**batch).loss
+    loss.backward()
+    return _whole(loss).item(), [_whole(param.grad) for param in model.parameters()]
+
+
+def _drop(batch, dropped):
+    """A hook of a router that drops choices one by one, in the order of tokens."""
+    sequences, length = batch["input_ids"].shape
+
+    def hook(router, _, output):
+        logits, weights, index = output
+        kept = torch.ones_like(weights)
+        limit = math.ceil(FACTOR * length * index.shape[1] / logits.shape[1])
+        for sequence in range(sequences):
+            taken = [0] * logits.shape[1]
+            for token in range(sequence * length, (sequence + 1) * length):
+                for choice, expert in enumerate(index[token].tolist()):
+                    if taken[expert] >= limit:
+                        kept[token, choice] = 0
+                        dropped.append((token, expert))
+                    taken[expert] += 1
+        return logits, weights * kept, index
+
+    return hook
+
+
+def _by_hand(make, batch):
+    model, dropped = make(), []
+    for router in routers_of(model).values():
+        router.register_forward_hook(_drop(batch, dropped))
+    results = _results(model, batch)
+    choices = batch["input_ids"].numel() * 2 * len(routers_of(model))
+    assert 0.1 < len(dropped) / choices < 0.6
+    assert abs(results[0] - make()(**batch).loss.item()) > 1e-5
+    return results
+
+
+def _check(found, expected):
+    loss, grads = expected
+    for of_rank, of_params in found:
+        assert of_rank == pytest.approx(loss, abs=2e-6, rel=0)
+        for one, other in zip(of_params, grads, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+CASES = {
+    "data": ((2,), ("dp",), {"tp": None, "dp": "dp"}),
+    "data, dispatched": ((2,), ("dp",), {"tp": None, "dp": "dp", "ep": "dp"}),
+    "experts along tp": ((2,), ("tp",), {"ep": "tp"}),
+    "sequences": ((2,), ("tp",), {"sp": True}),
+    "sequences, dispatched": ((2,), ("tp",), {"sp": True, "ep": "tp"}),
+    "both, dispatched along tp": ((2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": "tp"}),
+    "both, dispatched": ((2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": ("dp", "tp")}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_expert_takes_the_first_tokens_of_each_sequence(family):
+    make, _, _ = FAMILIES[family]
+    model, batch = make(), _batch()
+    limit_expert_capacity(model, FACTOR)
+    _check([_results(model, batch)], _by_hand(make, batch))
+    assert model.eval()(**batch).loss == make().eval()(**batch).loss
+
+
+def test_a_large_factor_drops_nothing():
+    model = models.mixtral()
+    limit_expert_capacity(model, 2.0)  # four experts, of which each token chooses two
+    assert model(**_batch()).loss == models.mixtral()(**_batch()).loss
+
+
+@pytest.mark.ranks
+@needs_flattening
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["eager", "static"])
+def test_loss_and_gradients_are_those_of_one_device(mode, ranks, family):
+    cases = [case for case in CASES.values() if torch.Size(case[0]).numel() == ranks]
+    make, plan_of, options = FAMILIES[family]
+
+    def check(batch):
+        found = []
+        for shape, axes, product in cases:
+            mesh, model = init_device_mesh("cpu", shape, mesh_dim_names=axes), make()
+            limit_expert_capacity(model, FACTOR)
+            plan = plan_of(mesh, **options, **product)
+            plan.recompute(r"model\.layers\.\d+", "full")
+            parallelize(model, plan, mode=mode)
+            found.append(_results(model, batch))
+        return found
+
+    expected = _by_hand(make, _batch())
+    for of_case in zip(*run_ranks(check, ranks, _batch(), timeout=240), strict=True):
+        _check(of_case, expected)
+
+
+@pytest.mark.ranks
+def test_ranks_with_different_parts_of_a_sequence_drop_what_one_device_drops():
+    """In static mode, of 7 tokens."""
+
+    def check(batch):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = models.mixtral()
+        limit_expert_capacity(model, FACTOR)
+        plan = zoo.mixtral(mesh, sp=True, ep="tp")
+        parallelize(model, plan, mode="static", guard_steps=0)
+        return _results(model, batch)
+
+    batch = _batch(length=7)
+    _check(run_ranks(check, 2, batch), _by_hand(models.mixtral, batch))
+
+
+@pytest.mark.ranks
+def test_only_a_sharded_sequence_communicates():
+    """In static mode an all-gather for each router, of numbers of choices and of tokens."""
+
+    def check(batch):
+        found = []
+        for axes, options in ((("tp",), {"sp": True, "ep": "tp"}), (("dp",), {"dp": "dp"})):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=axes)
+            of_both = []
+            for factor in (FACTOR, None):
+                model = models.mixtral()
+                if factor is not None:
+                    limit_expert_capacity(model, factor)
+                tp = {} if axes == ("tp",) else {"tp": None}
+                plan = zoo.mixtral(mesh, **tp, **options)
+                parallelize(model, plan, mode="static", guard_steps=0)
+                with CommLog() as log:
+                    model(**batch)
+                of_both.append([(one.op, one.input_bytes) for one in log.calls])
+            limited, without = of_both
+            for call in without:
+                limited.remove(call)
+            found.append(limited)
+        return found
+
+    for along_sequence, along_batch in run_ranks(check, 2, _batch()):
+        assert [size for _, size in along_sequence] == [4 * (4 + 1) * 8] * 2
+        assert not along_batch
+
+
+class TopKRouter(nn.Module):
+    """Returns choices that are given."""
+
+    def __init__(self, choices):
+        super().__init__()
+        self.choices = torch.tensor(choices)
+
+    def forward(self, x):
+        return torch.zeros(len(self.choices), 3), torch.ones(self.choices.shape), self.choices
+
+
+class Experts(nn.Module):
+    def __init__(self, choices):
+        super().__init__()
+        self.gate = TopKRouter(choices)
+
+    def forward(self, x):
+        return self.gate(x.flatten(0, -2))[1]
+
+
+@pytest.mark.parametrize(
+    ("choices", "shape", "kept"),
+    [
+        ([[0], [0], [0], [0]], (1, 4, 2), [1, 1, 0, 0]),
+        ([[0], [0], [0], [0]], (2, 2, 2), [1, 0, 1, 0]),
+        ([[0], [1], [2], [0]], (1, 4, 2), [1, 1, 1, 1]),
+        ([[2]], (1, 1, 2), [1]),
+    ],
+    ids=["all tokens on one expert", "two sequences", "even", "one token"],
+)
+def test_the_first_tokens_are_kept(choices, shape, kept):
+    model = Experts(choices)
+    limit_expert_capacity(model, 1.0)
+    assert model(torch.zeros(shape)).flatten().tolist() == kept
+
+
+def test_hidden_states_without_sequences_are_refused():
+    model = Experts([[0], [1]])
+    limit_expert_capacity(model, 1.0)
+    with pytest.raises(ValueError, match=r"gate: expected .*\(batch, sequence, features\).* 2 tok"):
+        model(torch.zeros(2, 4))
+
+
+def test_what_has_no_effect_or_comes_too_late_is_refused(mesh):
+    for factor in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="expected a factor above 0"):
+            limit_expert_capacity(models.mixtral(), factor)
+    with pytest.raises(ValueError, match=r"expected a model with routers .* got a Linear"):
+        limit_expert_capacity(nn.Linear(2, 2), 1.0)
+    model = models.mixtral()
+    limit_expert_capacity(model, 1.0)
+    with pytest.raises(ValueError, match="got one that has it already"):
+        limit_expert_capacity(model, 1.0)
+    late = parallelize(models.mixtral(), Plan(mesh), src_data_rank=None)
+    with pytest.raises(ValueError, match="before parallelize"):
+        limit_expert_capacity(late, 1.0)
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+def test_context_parallelism_is_refused(mesh, order):
+    model = models.mixtral()
+    limit_expert_capacity(model, 1.0)
+    plan = Plan(mesh).sequence("<in:input_ids>", "tp", order=order)
+    if order == "zigzag":
+        plan.context(r"model\.layers\.\d+\.self_attn", "tp")
+    with pytest.raises(ValueError, match="expected a plan without context parallelism"):
+        parallelize(model, plan, src_data_rank=None)
+    assert not isinstance(next(model.parameters()), DTensor)
+
+
+def test_several_axes_along_a_sequence_are_refused(mesh):
+    model = models.mixtral()
+    limit_expert_capacity(model, 1.0)
+    plan = Plan(mesh).local(r"model\.layers\.\d+\.mlp", [Shard(1), Shard(1)])
+    with pytest.raises(ValueError, match=r"one axis .*layers\.0\.mlp\.gate, got \['dp', 'tp'\]"):
+        parallelize(model, plan, src_data_rank=None)
+
+
+def test_hidden_states_whose_sequences_are_sharded_are_refused(mesh):
+    model = models.mixtral()
+    limit_expert_capacity(model, 1.0)
+    plan = zoo.mixtral(mesh, tp=None, dp="dp")
+    plan.shard(r"model\.layers\.1\.mlp\.<in>", Shard(1), "tp")
+    parallelize(model, plan, src_data_rank=None)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.gate: .* sequences are on one rank"):
+        model(**_batch())
