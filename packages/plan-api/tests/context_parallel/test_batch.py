@@ -1,5 +1,7 @@
 """Steps within `attention_mask`: packed documents and lengths that ranks do not divide."""
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,13 +59,21 @@ def single_device():
     )
 
 
-@pytest.mark.parametrize("mode", ["eager", "static"])
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "mode", "cases"),
+    [
+        (2, "eager", CASES[:1]),
+        (2, "static", CASES),
+        pytest.param(2, "eager", CASES[1:], marks=pytest.mark.slow),
+        pytest.param(4, "eager", CASES[:2], marks=pytest.mark.slow),  # 2 key-value heads
+        pytest.param(4, "static", CASES[:2], marks=pytest.mark.slow),
+    ],
+    ids=lambda one: None if isinstance(one, list) else str(one),
+)
 @pytest.mark.ranks
 @pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
-def test_packed_and_uneven_sequences_train_as_on_one_device(ranks, mode, single_device):
+def test_packed_and_uneven_sequences_train_as_on_one_device(ranks, mode, cases, single_device):
     """Losses, and in Eager logits in the sequence's order, without padding."""
-    cases = CASES[: 3 if ranks == 2 else 2]  # 2 key-value heads
 
     def check():
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
@@ -85,6 +95,32 @@ def test_packed_and_uneven_sequences_train_as_on_one_device(ranks, mode, single_
                 torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.ranks
+@pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
+def test_dropout_of_attention_is_one_devices(shape):
+    """In both modes, beside a batch that is sharded too; losses of 3 steps."""
+    dropping = models.llama(
+        attn_implementation="sdpa", num_hidden_layers=2, attention_dropout=0.3
+    ).train()
+
+    def check():
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
+        losses = []
+        for mode in ("eager", "static"):
+            plan = zoo.llama(mesh, tp=None, dp="dp", cp="cp")
+            model = parallelize(copy.deepcopy(dropping), plan, mode=mode)
+            losses.append(models.train(model, steps=3))
+        return losses
+
+    expected = models.train(copy.deepcopy(dropping), steps=3)
+    for found in run_ranks(check, shape[0] * shape[1], timeout=120):
+        for losses in found:
+            assert losses == pytest.approx(expected, abs=1e-5, rel=0)
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
 def test_a_recomputed_backward_outside_is_refused():
     def check():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))

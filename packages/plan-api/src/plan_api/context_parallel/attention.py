@@ -12,14 +12,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.context_parallel.all_gather import all_gather_attention
 from plan_api.context_parallel.batch import current_batch, order_of
 from plan_api.context_parallel.call import AttentionCall
 from plan_api.context_parallel.dropout import AttentionDropout
 from plan_api.context_parallel.mask import AttentionMask
+from plan_api.context_parallel.methods import (
+    all_gather_attention,
+    ring_attention,
+    ulysses_attention,
+)
 from plan_api.context_parallel.order import SequenceSharding, TokenOrder
-from plan_api.context_parallel.ring import ring_attention
-from plan_api.context_parallel.ulysses import ulysses_attention
 from plan_api.lowering.ir import HookPoint, OpKind, Site, SiteStep
 from plan_api.ops.attention import draws_attention_masks
 from plan_api.ops.autocast import cast_down

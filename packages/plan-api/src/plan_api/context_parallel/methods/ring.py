@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from plan_api.context_parallel.block_attention import (
+from plan_api.context_parallel.call import AttentionCall
+from plan_api.context_parallel.dropout import DropoutMasks
+from plan_api.context_parallel.kernels import AttentionOutput
+from plan_api.context_parallel.methods.block_attention import (
     Block,
     BlockBackward,
     BlockForward,
     pack,
     sinks_grad,
 )
-from plan_api.context_parallel.call import AttentionCall
-from plan_api.context_parallel.dropout import DropoutMasks
-from plan_api.context_parallel.kernels import AttentionOutput
 from plan_api.context_parallel.tiles import AttentionTile
 from plan_api.runtime.error_context import annotate_backward_errors
 
