@@ -162,9 +162,12 @@ def test_a_pipeline_waits_as_its_schedule_says():
     assert time.bubble == pytest.approx(busy * idle / (1 - idle))
     machine = GLOO.machine
     assert time.transfers == pytest.approx(
-        16 * (64 / machine.inside.bandwidth + machine.inside.latency), rel=1e-3
+        16 * (64 / machine.inside.bandwidth + 2 * machine.inside.latency), rel=1e-3
     )
     assert time.busy == pytest.approx(time.total - time.bubble)
+    received = GLOO.machine.inside.latency * 16
+    device = predict(config, MADE_UP, 4, replace(GLOO, accelerator=True), ADAM)
+    assert device.time.transfers == pytest.approx(time.transfers - received)
     # Two of six layers, with four of eight microbatches in memory.
     assert made.memory.activations == 4 * 2 * 300 + 100 + 50
 

@@ -311,9 +311,9 @@ class _Step:
         """Returns the seconds of the collectives of an inner axis in a microbatch."""
         nbytes = round(self._share * self._size * one.nbytes)
         self.sent += self._microbatches * nbytes
-        if one.op == "recv":
-            return 0.0
-        is_transfer = one.op == "send"  # to a neighbour
+        if one.op == "recv" and self._hardware.accelerator:
+            return 0.0  # in the time of the neighbour's send
+        is_transfer = one.op in ("send", "recv")  # with a neighbour
         axis = WorldAxis(one.axis.name, 2, one.axis.stride) if is_transfer else one.axis
         calls = max(1, round(self._share * one.calls))
         return collective_seconds(AxisTraffic(one.op, axis, calls, nbytes), self._hardware.machine)
@@ -349,7 +349,10 @@ class _Step:
         """Returns the seconds of sending hidden states to the next stage, and gradients back."""
         neighbours = min(2, self._config.pp_degree - 1)  # the first stage sends no gradients
         calls = neighbours * self._microbatches
-        return self._send("send", self._stages, calls, calls * self._size * self._inner.boundary)
+        spent = self._send("send", self._stages, calls, calls * self._size * self._inner.boundary)
+        if not self._hardware.accelerator:  # as many are received, by the host
+            spent += calls * self._hardware.machine.inside.latency
+        return spent
 
     def _send(self, op: Op, axis: WorldAxis, calls: int, nbytes: float) -> float:
         self.sent += nbytes
