@@ -2,6 +2,7 @@
 
 from plan_api import zoo
 from plan_api.api import parallelize
+from plan_api.context_parallel.described_masks import describe_masks
 from plan_api.context_parallel.mask import AttentionMask
 from plan_api.inspect.debug import breakpoint  # noqa: A004  # its name in torch as well
 from plan_api.inspect.explain import Diff, Explanation, diff, explain
@@ -32,6 +33,7 @@ __all__ = [
     "StaticError",
     "breakpoint",
     "deferred_init",
+    "describe_masks",
     "diff",
     "explain",
     "generate_static",
