@@ -1,11 +1,13 @@
-"""Measures attention over a sharded sequence: times by method and order, balance, and overlap.
+"""Measures attention over a sharded sequence: times by method, order and mask, balance, overlap.
 
     .nox/dev/bin/python packages/plan-api/benchmarks/context.py --json bench-results/context.json
 
 A step is forward and backward of one causal attention, float32, on gloo ranks of one thread each.
-Rounds of all cases are interleaved; times are the medians over rounds of the slowest rank's. A
+Rounds of all cases are interleaved; times are the medians over rounds of the slowest rank's. Masks
+are measured by the processor time of the ring's steps, in the order that balances their area. A
 trace of the ring is written beside the JSON, in Chrome's format (chrome://tracing,
 ui.perfetto.dev), with one process per rank, whose threads are the host and the messages in flight.
+With --latency-ms each message arrives by as much later.
 """
 
 import argparse
@@ -20,15 +22,36 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from plan_api.context_parallel import SequenceSharding, ring
+from plan_api import AttentionMask
+from plan_api.context_parallel import AttentionCall, SequenceSharding
 from plan_api.context_parallel.attention import IMPLEMENTATIONS
 from plan_api.context_parallel.kernels import select_kernel
-from plan_api.context_parallel.order import ORDERS, AttentionCall, tile_between
+from plan_api.context_parallel.methods import ring
+from plan_api.context_parallel.order import areas, balanced_order
+from plan_api.context_parallel.tiles import divide_causal
 from testkit import run_ranks
 
-CASES = [(method, order) for method in IMPLEMENTATIONS for order in reversed(ORDERS)]
+CASES = [(method, order) for method in IMPLEMENTATIONS for order in ("contiguous", "zigzag")]
 CASES.remove(("ulysses", "zigzag"))
 BATCH, HEADS, KV_HEADS, FEATURES = 1, 8, 4, 64
+CAUSAL = AttentionMask(causal=True)
+
+
+def masks_of(tokens):
+    """Returns masks by name: of equal and of mixed documents, and of windows."""
+    mixed, rest = [], tokens
+    while rest:
+        mixed.append(min(rest, (100, 700, 250, 1500, 40)[len(mixed) % 5]))
+        rest -= mixed[-1]
+    return {
+        "causal": CAUSAL,
+        "documents of 2048": AttentionMask.of_lengths([2048] * (tokens // 2048)),
+        "documents of 512": AttentionMask.of_lengths([512] * (tokens // 512)),
+        "documents of 128": AttentionMask.of_lengths([128] * (tokens // 128)),
+        "documents of 40 to 1500": AttentionMask.of_lengths(mixed),
+        "window of 512": AttentionMask(causal=True, window=512),
+        "window of 512 in documents": AttentionMask.of_lengths(mixed) & AttentionMask(window=512),
+    }
 
 
 def main() -> None:
@@ -37,9 +60,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4096, help="of the whole sequence")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="added to each message")
     options = parser.parse_args()
-    ranks = run_ranks(measure_rank, options.ranks, options.tokens, options.rounds, timeout=900)
+    arguments = options.tokens, options.rounds, 1e-3 * options.latency_ms
+    ranks = run_ranks(measure_rank, options.ranks, *arguments, timeout=1800)
     rows = [timed_row(case, ranks, options) for case in CASES]
+    rows += [mask_row(name, ranks, options) for name in masks_of(options.tokens)]
     rows += [overlap_row(phase, ranks) for phase in ("forward", "backward")]
     origin = min(span.start for measured in ranks for span in measured.spans)
     events = [
@@ -98,22 +124,32 @@ class RankResult:
 
     Attributes:
         times: seconds of each round, by case, and of the kernels alone by order.
+        processor: seconds of the processor of each round, by mask.
         messages: of the ring, by phase.
         spans: of the ring's last round, forward and backward.
     """
 
     times: dict[tuple[str, str] | str, list[float]]
+    processor: dict[str, list[float]]
     messages: dict[str, MessageTimes]
     spans: list[Span]
 
 
-def measure_rank(tokens, rounds):
+def measure_rank(tokens, rounds, latency):
     """Measures steps, kernels alone and the ring's messages on this rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     steps = {case: step_of(case, mesh, tokens) for case in CASES}
-    kernels = {order: kernels_of(order, mesh, tokens) for order in ORDERS}
+    kernels = {order: kernels_of(order, mesh, tokens) for order in ("contiguous", "zigzag")}
     times = {name: [] for name in (*steps, *kernels)}
+    masked = {name: masked_step(mask, mesh, tokens) for name, mask in masks_of(tokens).items()}
+    processor = {name: [] for name in masked}
     for number in range(rounds + 1):
+        for name, step in masked.items():
+            dist.barrier()
+            start = time.process_time()
+            step()
+            if number:
+                processor[name].append(time.process_time() - start)
         for name, step in {**steps, **kernels}.items():
             dist.barrier()
             start = time.perf_counter()
@@ -123,18 +159,18 @@ def measure_rank(tokens, rounds):
     forward, backward = phases_of(("ring", "zigzag"), mesh, tokens)
     forward_spans, backward_spans = [], []
     for _ in range(rounds):
-        forward_spans.append(traced(forward))
-        backward_spans.append(traced(backward))
+        forward_spans.append(traced(forward, latency))
+        backward_spans.append(traced(backward, latency))
     ranks = mesh.size()
     messages = {
         "forward": MessageTimes.of(
             forward_spans, [seconds_alone(mesh, tokens, ranks - 1) for _ in forward_spans]
         ),
         "backward": MessageTimes.of(
-            backward_spans, [seconds_alone(mesh, tokens, 2 * ranks - 1) for _ in backward_spans]
+            backward_spans, [seconds_alone(mesh, tokens, 2 * ranks - 2) for _ in backward_spans]
         ),
     }
-    return RankResult(times, messages, forward_spans[-1] + backward_spans[-1])
+    return RankResult(times, processor, messages, forward_spans[-1] + backward_spans[-1])
 
 
 def local_inputs(mesh, tokens):
@@ -146,7 +182,8 @@ def local_inputs(mesh, tokens):
 def phases_of(case, mesh, tokens):
     """Returns functions that run forward, and backward of the last forward."""
     method, name = case
-    call = AttentionCall(mesh, 0, SequenceSharding(name, mesh.size()), True, None, "attention")
+    order = SequenceSharding(name, mesh.size()).token_order(tokens)
+    call = AttentionCall(mesh, 0, order, CAUSAL, None, "attention")
     inputs, outs = local_inputs(mesh, tokens), []
 
     def forward():
@@ -168,31 +205,50 @@ def step_of(case, mesh, tokens):
     return step
 
 
+def masked_step(mask, mesh, tokens):
+    """Returns a function that runs a step of the ring, in the order that balances a mask."""
+    order = balanced_order(mask, tokens, mesh.size())
+    call = AttentionCall(mesh, 0, order, mask, None, "attention")
+    inputs = local_inputs(mesh, order.padded_length)
+
+    def step():
+        out = IMPLEMENTATIONS["ring"](*inputs, call)
+        out.backward(torch.ones_like(out))
+
+    return step
+
+
 def kernels_of(name, mesh, tokens):
     """Returns a function that runs only the kernels of this rank's forward of the ring."""
-    order, (query, key, value) = SequenceSharding(name, mesh.size()), local_inputs(mesh, tokens)
-    kernel = select_kernel(query, None)
-    tiles = tiles_of(order, mesh.get_local_rank(), query.shape[2])
+    query, key, value = local_inputs(mesh, tokens)
+    kernel, tiles = select_kernel(query, None), tiles_of(name, mesh.size(), tokens)
+    divided = [
+        one
+        for tile in tiles[mesh.get_local_rank()]
+        for one in divide_causal(tile, kernel.causal_queries)
+    ]
 
     def work():
         with torch.no_grad():
-            for tile in tiles:
+            for tile in divided:
                 kernel.forward(query, key, value, tile)
 
     return work
 
 
-def tiles_of(order, rank, local_tokens):
-    tiles = [
-        tile_between(order, rank, source, local_tokens, local_tokens, True)
-        for source in range(order.ranks)
+def tiles_of(name, ranks, tokens):
+    """Returns the tiles of each rank in causal attention."""
+    order = SequenceSharding(name, ranks).token_order(tokens)
+    call = AttentionCall(None, 0, order, CAUSAL, None, "attention")
+    return [
+        [tile for source in range(ranks) for tile in call.block(rank, source).tiles]
+        for rank in range(ranks)
     ]
-    return [tile for tile in tiles if tile is not None]
 
 
-def traced(step):
+def traced(step, latency):
     """Runs a step of the ring; returns the spans of kernels, waits and messages."""
-    spans, native = [], (ring.record_function, ring._RingExchange.__init__)
+    spans, native = [], (ring.record_function, ring._Exchange.__init__)
 
     class RecordSpan:
         """Replaces `record_function`."""
@@ -217,6 +273,7 @@ def traced(step):
         def run(self):
             for work in self.works:
                 work.wait()
+            time.sleep(latency)
             spans.append(Span("message", self.started, time.perf_counter()))
 
         def wait(self):
@@ -224,14 +281,15 @@ def traced(step):
 
     def init_exchange(self, *args):
         native[1](self, *args)
-        self._works = [TimedWork(self._works)]
+        if self._works:
+            self._works = [TimedWork(self._works)]
 
     dist.barrier()
-    ring.record_function, ring._RingExchange.__init__ = RecordSpan, init_exchange
+    ring.record_function, ring._Exchange.__init__ = RecordSpan, init_exchange
     try:
         step()
     finally:
-        ring.record_function, ring._RingExchange.__init__ = native
+        ring.record_function, ring._Exchange.__init__ = native
     return spans
 
 
@@ -252,23 +310,23 @@ def overlapped_seconds(spans):
 
 def seconds_alone(mesh, tokens, messages):
     """Returns the time of this many messages of the ring without computation."""
-    call = AttentionCall(mesh, 0, SequenceSharding("zigzag", mesh.size()), True, None, "attention")
+    order = SequenceSharding("zigzag", mesh.size()).token_order(tokens)
+    call = AttentionCall(mesh, 0, order, CAUSAL, None, "attention")
     _, key, value = local_inputs(mesh, tokens)
-    block = torch.stack([key.detach(), value.detach()])
-    spare = torch.empty_like(block)
+    block = torch.cat([key.detach(), value.detach()], -1)
+    spare, rank, ranks = torch.empty_like(block), mesh.get_local_rank(), mesh.size()
     dist.barrier()
     start = time.perf_counter()
     for _ in range(messages):
-        block, spare = ring._RingExchange(block, spare, call).wait()
+        ring._Exchange(block, (rank + 1) % ranks, spare, (rank - 1) % ranks, call).wait()
     return time.perf_counter() - start
 
 
 def timed_row(case, ranks, options):
     method, name = case
-    order, local_tokens = SequenceSharding(name, options.ranks), options.tokens // options.ranks
     products = [
-        sum(tile.products for tile in tiles_of(order, rank, local_tokens))
-        for rank in range(order.ranks)
+        sum(tile.products for tile in tiles)
+        for tiles in tiles_of(name, options.ranks, options.tokens)
     ]
     rounds = zip(*(measured.times[case] for measured in ranks), strict=True)
     slowest = [max(times) for times in rounds]
@@ -280,6 +338,28 @@ def timed_row(case, ranks, options):
     return row
 
 
+def mask_row(name, ranks, options):
+    """Compares a mask's processor time and area with causal attention's, and ranks' with means."""
+    masks, count = masks_of(options.tokens), len(ranks)
+    order = balanced_order(masks[name], options.tokens, count)
+    by_rank = areas(masks[name], order)
+    costs = {
+        one: [statistics.median(measured.processor[one]) for measured in ranks]
+        for one in ("causal", name)
+    }
+    area = sum(by_rank) / CAUSAL.area(options.tokens)
+    cost = sum(costs[name]) / sum(costs["causal"])
+    return {
+        "case": f"ring, {name}",
+        "processor_ms": round(1e3 * sum(costs[name]), 1),
+        "area_of_causal": round(area, 3),
+        "cost_of_causal": round(cost, 3),
+        "cost_per_area": round(cost / area, 3),
+        "busiest_area_over_mean": round(max(by_rank) * count / sum(by_rank), 3),
+        "busiest_time_over_mean": round(max(costs[name]) * count / sum(costs[name]), 3),
+    }
+
+
 def overlap_row(phase, ranks):
     mean = {
         field.name: statistics.mean(
@@ -288,10 +368,11 @@ def overlap_row(phase, ranks):
         for field in fields(MessageTimes)
     }
     row = {f"{name}_ms": round(1e3 * seconds, 2) for name, seconds in mean.items()}
-    share = mean["overlapped"] / mean["in_flight"]
-    return (
-        {"case": f"messages of the ring, zigzag, {phase}"} | row | {"overlapped": round(share, 2)}
-    )
+    hidden = 1 - mean["waited"] / mean["in_flight"]
+    shares = {
+        "overlapped": round(mean["overlapped"] / mean["in_flight"], 2), "hidden": round(hidden, 2)
+    }  # fmt: skip
+    return {"case": f"messages of the ring, zigzag, {phase}"} | row | shares
 
 
 def chrome_events(spans, rank, origin):

@@ -35,8 +35,11 @@ def test_contiguous_gives_the_last_rank_most():
 
 
 def test_zigzag_pairs_an_early_chunk_with_a_late_one():
-    assert SequenceSharding("zigzag", 2).positions(8).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-    assert SequenceSharding("contiguous", 2).positions(8).tolist() == list(range(8))
+    zigzag = SequenceSharding("zigzag", 2).token_order(8)
+    assert zigzag.positions().tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert SequenceSharding("balanced", 2).token_order(8) == zigzag
+    contiguous = SequenceSharding("contiguous", 2).token_order(8)
+    assert contiguous.positions().tolist() == list(range(8))
 
 
 @pytest.mark.parametrize(("name", "chunks", "length"), [("zigzag", 4, 6), ("contiguous", 2, 5)])

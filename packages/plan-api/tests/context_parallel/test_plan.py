@@ -202,7 +202,7 @@ CALLS = {
     "padding": (
         {"input_ids": TOKENS, "attention_mask": PADDED},
         {},
-        r"layers\.0\.self_attn: .*got a mask of \(2, 1, 8, 8\).*labels of -100",
+        r"layers\.0\.self_attn: .*got a mask of \(2, 1, 8, 8\).*plan_api\.attention_mask\(mask\)",
     ),
     "dropout": (
         {"input_ids": TOKENS},

@@ -12,13 +12,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.context_parallel.all_gather import all_gather_attention
+from plan_api.context_parallel.batch import current_batch, order_of
 from plan_api.context_parallel.call import AttentionCall
 from plan_api.context_parallel.dropout import AttentionDropout
 from plan_api.context_parallel.mask import AttentionMask
+from plan_api.context_parallel.methods import (
+    all_gather_attention,
+    ring_attention,
+    ulysses_attention,
+)
 from plan_api.context_parallel.order import SequenceSharding, TokenOrder
-from plan_api.context_parallel.ring import ring_attention
-from plan_api.context_parallel.ulysses import ulysses_attention
 from plan_api.lowering.ir import HookPoint, OpKind, Site, SiteStep
 from plan_api.ops.attention import draws_attention_masks
 from plan_api.ops.autocast import cast_down
@@ -161,7 +164,7 @@ class _ContextParallelAttention:
         *,
         is_static: bool,
     ) -> None:
-        self._dropout_placements = dropout_placements
+        self._dropout_placements, self._had_batch = dropout_placements, False
         ((axis, move),) = step.moves.items()
         options, self._is_static = dict(move.options), is_static
         self._path, self._step, self._mesh, self._axis_name = path, step, mesh, axis
@@ -235,9 +238,7 @@ class _ContextParallelAttention:
         self._check_shapes(query, key, value, enable_gqa)
         ranks = self._order.ranks
         lengths = [one.shape[_SEQUENCE] * ranks for one in (query, key)]
-        for length in lengths:
-            self._order.check_length(length, self._path)
-        order, key_order = (self._order.token_order(length) for length in lengths)
+        order, key_order = (order_of(self._order, length, self._path) for length in lengths)
         # What is created here is local, also where the plan places what the module creates.
         with torch._C.DisableTorchFunction():
             dropout = None
@@ -261,13 +262,23 @@ class _ContextParallelAttention:
             raise ValueError(
                 f"{self._path}: expected a mask by its description, as context parallelism along "
                 f"{self._axis_name!r} does not read masks of queries and keys, got a mask of "
-                f"{tuple(attn_mask.shape)}; pass a plan_api.AttentionMask as attn_mask, for "
-                f"sliding windows of transformers by plan_api.describe_masks(model), or pad causal "
-                f"sequences at their end, with labels of -100 and no attention_mask"
+                f"{tuple(attn_mask.shape)}; run the step within plan_api.attention_mask(mask), "
+                f"without attention_mask and position_ids; for transformers' sliding windows call "
+                f"plan_api.describe_masks(model); or pad causal sequences at their end, with "
+                f"labels of -100"
             )
-        return AttentionMask(is_causal) if attn_mask is None else (
-            attn_mask & AttentionMask(is_causal)
-        )  # fmt: skip
+        mask, batch = AttentionMask(is_causal), current_batch()
+        in_backward = torch._C._current_graph_task_id() != -1
+        if batch is None and self._had_batch and in_backward:
+            raise ValueError(
+                f"{self._path}: expected backward within plan_api.attention_mask, as forward was, "
+                f"since the module is recomputed, got no mask; move backward into the block"
+            )
+        if not in_backward:
+            self._had_batch = batch is not None
+        if attn_mask is not None:
+            mask = mask & attn_mask
+        return mask if batch is None else mask & batch.mask
 
     def _dropout(
         self,
@@ -334,7 +345,7 @@ class _ContextParallelAttention:
                 f"Shard({_SEQUENCE}), and along other axes by batch or heads at most, got {got}; "
                 f"shard the inputs of the model, by sequence('<in:...>', {self._axis_name!r})"
             )
-        self._order.check_length(tensor.shape[_SEQUENCE], self._path)
+        order_of(self._order, tensor.shape[_SEQUENCE], self._path)  # or an error
         return tensor
 
     def _check_shapes(

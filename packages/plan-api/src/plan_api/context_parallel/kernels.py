@@ -64,9 +64,15 @@ class AttentionKernel(ABC):
 
     Values may have other features than keys.
 
+    Attributes:
+        causal_queries: of causal tiles at most, as it computes larger ones in vain above the
+            diagonal.
+
     Args:
         scale: of products before the softmax.
     """
+
+    causal_queries = 2048
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
@@ -156,7 +162,12 @@ class AttentionKernel(ABC):
 
 
 class _CpuFlash(AttentionKernel):
-    """The CPU's flash attention, for all floating dtypes."""
+    """The CPU's flash attention, for all floating dtypes.
+
+    It computes 512 keys at a time, so that less than as many queries gain nothing from causality.
+    """
+
+    causal_queries = 128
 
     def _forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: TileOptions

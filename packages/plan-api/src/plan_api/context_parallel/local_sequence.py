@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from plan_api.context_parallel.batch import order_of
 from plan_api.context_parallel.order import SequenceSharding
 from plan_api.context_parallel.reorder import SequenceReorder
 from plan_api.lowering.ir import HookPoint, OpKind, Site, SiteStep
@@ -78,7 +79,7 @@ class _LocalPositions:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the positions, of the same shape and dtype."""
         length, device = tensor.shape[self._dim], tensor.device
-        every = self._order.positions(length * self._order.ranks, device)
-        own = every.view(self._order.ranks, length)[self._rank]
+        order = order_of(self._order, length * self._order.ranks, "positions")
+        own = order.positions(device).view(order.ranks, length)[self._rank]
         moved = (own - torch.arange(length, device=device)).to(tensor.dtype)
         return tensor + moved.view([-1] + [1] * (tensor.ndim - 1 - self._dim))

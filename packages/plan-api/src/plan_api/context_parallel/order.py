@@ -132,7 +132,7 @@ class SequenceSharding:
     """How sequences of any length are divided among ranks.
 
     Attributes:
-        name: ``"zigzag"`` or ``"contiguous"``.
+        name: ``"zigzag"`` or ``"contiguous"``; ``"balanced"`` is zig-zag where no mask is known.
         ranks: the size of the mesh axis.
     """
 
@@ -142,15 +142,11 @@ class SequenceSharding:
     @property
     def chunks(self) -> int:
         """The number of chunks of equal length in a sequence."""
-        return 2 * self.ranks if self.name == "zigzag" else self.ranks
+        return self.ranks if self.name == "contiguous" else 2 * self.ranks
 
     def chunks_of(self, rank: int) -> tuple[int, ...]:
         """Returns the chunk numbers of a rank, in its order."""
-        return (rank, self.chunks - 1 - rank) if self.name == "zigzag" else (rank,)
-
-    def all_chunks(self) -> list[int]:
-        """Returns the chunk numbers of all ranks, rank by rank."""
-        return [chunk for rank in range(self.ranks) for chunk in self.chunks_of(rank)]
+        return (rank,) if self.name == "contiguous" else (rank, self.chunks - 1 - rank)
 
     def check_length(self, length: int, what: str) -> None:
         """Checks that a sequence can be divided.
@@ -166,7 +162,7 @@ class SequenceSharding:
             raise ValueError(
                 f"{what}: expected a sequence length that is a multiple of {self.chunks}, the "
                 f"chunks of {self.name} order on {self.ranks} ranks, got {length}; pad it to a "
-                f"multiple of {self.chunks}"
+                f"multiple of {self.chunks}, or run the step within plan_api.attention_mask(mask)"
             )
 
     def token_order(self, length: int) -> TokenOrder:
@@ -181,16 +177,6 @@ class SequenceSharding:
             for rank in range(self.ranks)
         ]
         return TokenOrder(length, tuple(parts))
-
-    def positions(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        """Returns the positions in the sequence of the tokens of all ranks, rank by rank.
-
-        Args:
-            length: of the global sequence, a multiple of `chunks`.
-            device: of the result, int64 of (length,).
-        """
-        by_chunk = torch.arange(length, device=device).view(self.chunks, -1)
-        return by_chunk[self.all_chunks()].flatten()
 
 
 def balanced_order(mask: AttentionMask, length: int, ranks: int) -> TokenOrder:

@@ -20,11 +20,11 @@ import torch
 from plan_api.context_parallel.mask import AttentionMask, key_ranges
 from plan_api.context_parallel.order import Positions
 
-__all__ = ["AttentionTile", "BlockTiles", "TileKind", "block_tiles"]
+__all__ = ["AttentionTile", "BlockTiles", "TileKind", "block_tiles", "divide_causal"]
 
 TileKind: TypeAlias = Literal["full", "causal", "masked"]
 _DENSE = 0.9  # of a tile's pairs: if more are attended, it is masked and not divided
-_CALL_PAIRS = 1024  # a call costs as much as some pairs; fewer than these are computed in vain
+_CALL_PAIRS = 4096  # a call costs as much as some pairs; fewer than these are computed in vain
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,24 @@ class BlockTiles:
         start, stop = _on_device(self, device)
         keys = torch.arange(tile.keys.start, tile.keys.stop, device=device)
         return (keys >= start[row, tile.queries, None]) & (keys < stop[row, tile.queries, None])
+
+
+def divide_causal(tile: AttentionTile, queries: int) -> Iterator[AttentionTile]:
+    """Divides a causal tile of more queries than this into causal tiles and full ones.
+
+    Kernels compute some pairs above the diagonal in vain, of a tile of a few hundred queries all.
+    """
+    first, last = tile.queries.start, tile.queries.stop
+    if tile.kind != "causal" or last - first <= queries:
+        yield tile
+        return
+    half = (last - first) // 2
+    early, late = slice(first, first + half), slice(first + half, last)
+    key = tile.keys.start
+    early_keys, late_keys = slice(key, key + half), slice(key + half, tile.keys.stop)
+    yield from divide_causal(AttentionTile(tile.rows, early, early_keys, "causal"), queries)
+    yield AttentionTile(tile.rows, late, early_keys, "full")
+    yield from divide_causal(AttentionTile(tile.rows, late, late_keys, "causal"), queries)
 
 
 @lru_cache(maxsize=256)

@@ -21,7 +21,7 @@ from plan_api.spec.policy_entries import PolicyEntries
 __all__ = ["ContextMethod", "PlanEntries", "SequenceOrder", "Unit"]
 
 ContextMethod: TypeAlias = Literal["ring", "ulysses", "all-gather"]
-SequenceOrder: TypeAlias = Literal["zigzag", "contiguous"]
+SequenceOrder: TypeAlias = Literal["zigzag", "contiguous", "balanced"]
 Unit: TypeAlias = int | str | Sequence[str]
 
 _QUERY_SEQUENCE_DIM = 2  # of (batch, heads, sequence, features)
@@ -284,8 +284,10 @@ class PlanEntries(PolicyEntries):
                 over the previous block is computed. ``"all-gather"``: all ranks get all keys and
                 values. ``"ulysses"``: heads are sharded instead of the sequence, by all-to-all.
             order: of the sequence, the same for all entries along this axis. ``"zigzag"`` balances
-                causal attention; ``"contiguous"`` is the original order, and what ulysses needs.
-                The default is contiguous for ulysses and zigzag otherwise.
+                causal attention; ``"contiguous"`` is the original order, and what ulysses needs;
+                ``"balanced"`` balances the area of each batch's mask, which `attention_mask`
+                describes, and is zig-zag without. The default is contiguous for ulysses and zigzag
+                otherwise.
             heads: the attribute of the modules, which may be nested as in
                 ``"config.num_key_value_heads"``, with the number of key-value heads: for ulysses
                 `parallelize` refuses a number that the axis does not divide. Without it the first
@@ -330,7 +332,8 @@ class PlanEntries(PolicyEntries):
             mesh: the axis.
             dim: the sequence dim of the tensor.
             order: ``"zigzag"``: rank r of N has the chunks r and 2 N - 1 - r of 2 N;
-                ``"contiguous"``: chunk r of N.
+                ``"contiguous"``: chunk r of N; ``"balanced"``: chunks by the area of the mask that
+                `attention_mask` describes, and those of zig-zag order without.
             shift: for labels: the argument of the same module that takes them shifted by one token,
                 as the loss of transformers takes ``shift_labels``. They are shifted before they are
                 sharded; the last token has no label (-100).

@@ -12,7 +12,7 @@ from plan_api.context_parallel.dropout import DropoutMasks
 from plan_api.context_parallel.kernels import AttentionOutput, TileOptions, select_kernel
 from plan_api.context_parallel.online_softmax import OnlineSoftmax, accumulation_dtype
 from plan_api.context_parallel.order import Positions
-from plan_api.context_parallel.tiles import AttentionTile, BlockTiles
+from plan_api.context_parallel.tiles import AttentionTile, BlockTiles, divide_causal
 
 __all__ = ["Block", "BlockBackward", "BlockForward", "pack", "sinks_grad"]
 
@@ -62,6 +62,11 @@ class _BlockAttention:
         self._positions = call.order.parts[call.rank]
         self._kernel = select_kernel(query, call.scale, has_dropout=masks is not None)
 
+    def tiles(self, block: Block) -> list[AttentionTile]:
+        """Returns the tiles of a block, as large as the kernel takes them."""
+        queries = self._kernel.causal_queries
+        return [one for tile in block.tiles.tiles for one in divide_causal(tile, queries)]
+
     def _split(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return packed[..., : self._features], packed[..., self._features :]
 
@@ -91,7 +96,7 @@ class BlockForward(_BlockAttention):
     def add(self, block: Block) -> None:
         """Adds the output over the keys of a block."""
         key, value = self._split(block.tensor)
-        for tile in block.tiles.tiles:
+        for tile in self.tiles(block):
             options, local = self._options(tile, block), block.local(tile)
             part = self._kernel.forward(self._query, key, value, local, options)
             self._merged.add(local, part.out, part.lse)
@@ -140,7 +145,7 @@ class BlockBackward(_BlockAttention):
         """
         key, value = self._split(block.tensor)
         grad_key, grad_value = self._split(grad_block)
-        for tile in block.tiles.tiles if tiles is None else tiles:
+        for tile in self.tiles(block) if tiles is None else tiles:
             options, local = self._options(tile, block), block.local(tile)
             part = self._kernel.backward(
                 self._grad, self._query, key, value, self._output, local, options

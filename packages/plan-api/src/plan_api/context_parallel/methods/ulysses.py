@@ -15,8 +15,8 @@ import torch
 from torch.distributed.tensor import Shard
 
 from plan_api.context_parallel.call import AttentionCall
+from plan_api.context_parallel.methods.ring import ring_attention
 from plan_api.context_parallel.order import TokenOrder
-from plan_api.context_parallel.ring import ring_attention
 from plan_api.runtime.error_context import StepContext, annotate_backward_errors
 from plan_api.runtime.local_redistribute import LocalRedistribution, local_redistribution
 

@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from plan_api.context_parallel.block_attention import (
+from plan_api.context_parallel.call import AttentionCall
+from plan_api.context_parallel.dropout import DropoutMasks
+from plan_api.context_parallel.kernels import AttentionOutput
+from plan_api.context_parallel.methods.block_attention import (
     Block,
     BlockBackward,
     BlockForward,
     pack,
     sinks_grad,
 )
-from plan_api.context_parallel.call import AttentionCall
-from plan_api.context_parallel.dropout import DropoutMasks
-from plan_api.context_parallel.kernels import AttentionOutput
 from plan_api.context_parallel.tiles import AttentionTile
 from plan_api.runtime.error_context import annotate_backward_errors
 
@@ -188,7 +188,7 @@ class _RingAttention(torch.autograd.Function):
         dtype = attention.grad_query.dtype
         own = rounds.own_block()
         grad_own = torch.zeros_like(own.tensor, dtype=dtype)
-        before, after = _halves(own.tiles.tiles, rounds.count)
+        before, after = _halves(attention.tiles(own), rounds.count)
         exchange, returned = rounds.exchange(1), None
         with record_function("ring: compute"):
             attention.add(own, grad_own, before)
@@ -215,12 +215,12 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _halves(
-    tiles: tuple[AttentionTile, ...], ranks: int
-) -> tuple[tuple[AttentionTile, ...], tuple[AttentionTile, ...]]:
+    tiles: list[AttentionTile], ranks: int
+) -> tuple[list[AttentionTile], list[AttentionTile]]:
     """Divides tiles into two parts of about as many products; on one rank the first has all."""
     total, before = sum(tile.products for tile in tiles), 0
     for number, tile in enumerate(tiles):
         if ranks > 1 and 2 * before >= total:
             return tiles[:number], tiles[number:]
         before += tile.products
-    return tiles, ()
+    return tiles, []

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from plan_api.context_parallel.block_attention import (
+from plan_api.context_parallel.call import AttentionCall
+from plan_api.context_parallel.dropout import DropoutMasks
+from plan_api.context_parallel.kernels import AttentionOutput
+from plan_api.context_parallel.methods.block_attention import (
     Block,
     BlockBackward,
     BlockForward,
     pack,
     sinks_grad,
 )
-from plan_api.context_parallel.call import AttentionCall
-from plan_api.context_parallel.dropout import DropoutMasks
-from plan_api.context_parallel.kernels import AttentionOutput
 from plan_api.runtime.error_context import annotate_backward_errors
 from plan_api.runtime.local_redistribute import local_redistribution
 
