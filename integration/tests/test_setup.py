@@ -135,11 +135,15 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             "ulysses: expected --cp 4 x --tp 2 to divide num_key_value_heads = 4, got 8; .* is 1, 2"
             " or 4, or",
         ),
-        ({"system": "plan", "cp": 2, "model": "gemma3-tiny"}, 2, "--cp: expected a model of llama"),
         (
             {"system": "plan", "cp": 2, "tp": 2, "model": "dit-tiny"},
             4,
             "--cp 2: expected --tp 1 for a dit, .* got --tp 2; leave either out",
+        ),
+        (
+            {"system": "plan", "cp": 2, "tp": 2, "model": "gpt-oss-tiny"},
+            4,
+            "--cp 2: expected --tp 1 for a gpt_oss, .* got --tp 2; leave either out",
         ),
         (
             {"system": "plan", "cp": 3, "model": "dit-tiny"},

@@ -51,10 +51,9 @@ OF_EXPERTS = {
     },
     8: {"FSDP x EP x TP": {"dp_shard": 4, "ep": 2, "tp": 2}},
 }
-# Products that shard sequences; a DiT has none beside TP.
-SHARDING_SEQUENCES = (
-    "llama-tiny", "qwen3-tiny", "mixtral-tiny", "qwen3-moe-tiny", "deepseek-v3-tiny", "dit-tiny",
-)  # fmt: skip
+# Products that shard sequences; some models have none beside TP.
+SHARDING_SEQUENCES = (*MODELS, "llama-tiny", "mixtral-tiny", "dit-tiny")
+WITHOUT_TP = ("gpt-oss-tiny", "dit-tiny")
 OF_CONTEXT = {
     2: {
         "CP": {"cp": 2},
@@ -66,9 +65,9 @@ OF_CONTEXT = {
     4: {
         "FSDP x CP": {"dp_shard": 2, "cp": 2},
         "PP x CP, static": {"pp_degree": 2, "pp_microbatches": 2, "cp": 2, "static": True},
+        "CP x TP + SP, static": SP | {"cp": 2, "static": True},
     },
 }  # fmt: skip
-OF_CONTEXT_BESIDE_TP = {4: {"CP x TP + SP, static": SP | {"cp": 2, "static": True}}}
 OF_CONTEXT_AND_EXPERTS = {
     2: {"CP with EP": {"cp": 2, "ep": 2}},
     4: {
@@ -105,11 +104,11 @@ def _products(model, ranks):
 def _products_of_context(model, ranks):
     """Returns the options of a model's products that shard sequences."""
     found = OF_CONTEXT[ranks]
-    if model != "dit-tiny":
-        found = found | OF_CONTEXT_BESIDE_TP.get(ranks, {})
     if isinstance(model_shape(model), ExpertsShape):
         found = found | OF_CONTEXT_AND_EXPERTS[ranks]
-    return found
+    if model not in WITHOUT_TP:
+        return found
+    return {name: options for name, options in found.items() if "tp" not in options}
 
 
 def _options(model, product):

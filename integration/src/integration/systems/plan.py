@@ -19,8 +19,8 @@ from integration.systems.divisors import alternatives, divisors, require_divisor
 
 # Families of models that the zoo has plans of.
 ZOO = ("llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "dit")
-# Those whose attention a plan shards along the sequence.
-_CONTEXT_PARALLEL = ("llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "dit")
+# Those whose sequences a plan shards without tensor parallelism only.
+_CONTEXT_WITHOUT_TP = ("gpt_oss", "dit")
 
 
 class PlanSystem(System):
@@ -85,8 +85,8 @@ class PlanSystem(System):
         from plan_api import Plan, parallelize
 
         self.autocast(model)
-        if self.degrees.cp > 1:
-            use_fused_attention(model)
+        if self.degrees.cp > 1 and self.make_plan is None:
+            describe_masks_of(model)
         axes = self.degrees.axes
         mesh = init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         if self.make_plan is None:
@@ -130,22 +130,18 @@ def _require_zoo(shape: ModelShape) -> None:
 
 
 def _check_context(shape: ModelShape, degrees: Degrees) -> None:
-    """Refuses models and degrees whose attention cannot be over a sharded sequence.
+    """Refuses degrees with which attention cannot be over a sharded sequence.
 
     Raises:
-        UsageError: names the model's family, or a degree and those that would fit.
+        UsageError: names a degree and those that would fit.
     """
-    if shape.family not in _CONTEXT_PARALLEL:
+    if shape.family in _CONTEXT_WITHOUT_TP and degrees.tp > 1:
         raise UsageError(
-            f"--cp: expected a model of {', '.join(_CONTEXT_PARALLEL)}, whose attention it"
-            f" supports, got a {shape.family}; leave it out"
+            f"--cp {degrees.cp}: expected --tp 1 for a {shape.family}, whose Linears have biases,"
+            f" for which DTensors gather its sharded sequences beside it, got --tp {degrees.tp};"
+            " leave either out"
         )
     if isinstance(shape, DiTShape):
-        if degrees.tp > 1:
-            raise UsageError(
-                f"--cp {degrees.cp}: expected --tp 1 for a dit, beside which DTensors gather its"
-                f" sharded patches, got --tp {degrees.tp}; leave either out"
-            )
         require_divisors(shape, ("patches",), "--cp", degrees.cp, degrees.fitting("cp"))
     if degrees.cp_method == "ulysses":
         field = "num_key_value_heads" if isinstance(shape, DecoderShape) else "num_heads"
@@ -167,10 +163,9 @@ def _require_heads(field: str, heads: int, degrees: Degrees) -> None:
         )
 
 
-def use_fused_attention(model: nn.Module) -> None:
-    """Makes a model of transformers call the attention that plans replace on sharded sequences.
+def describe_masks_of(model: nn.Module) -> None:
+    """Makes a model of transformers describe its masks to attention over sharded sequences."""
+    from plan_api import describe_masks
 
-    It draws the dropout masks of eager attention.
-    """
-    if getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager":
-        model.set_attn_implementation("sdpa")  # type: ignore[operator]
+    if hasattr(model, "set_attn_implementation"):
+        describe_masks(model)

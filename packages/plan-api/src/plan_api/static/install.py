@@ -12,7 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.context_parallel.attention import attention_calls, install_context_parallel
+from plan_api.context_parallel.attention import (
+    attention_calls,
+    check_attention_is_called,
+    install_context_parallel,
+)
 from plan_api.context_parallel.reorder import install_label_shifts
 from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site, gradient_placements
 from plan_api.lowering.model_names import named_state
@@ -111,6 +115,7 @@ def install_static(
         if not lowered.runs_on_dtensors(path):
             handles += install_expert_indices(model, indices, mesh, path)
     attention = attention_calls(sites, mesh, is_static=True)
+    handles += check_attention_is_called(model, attention)
     for site in sites:
         if site.hook_point is HookPoint.OPERATOR:
             module, calls = model.get_submodule(site.path), attention.pop(site.path, None)
