@@ -38,7 +38,7 @@ def commit_of_tree(record: str) -> str:
         return done.stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{record}")
-    return git("describe", "--always") + ("-dirty" if changed else "")
+    return git("describe", "--always", "--abbrev=7") + ("-dirty" if changed else "")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from fsdp.simulate.recorder import EventRecorder, MemoryKind
 from integration.models import build_model_on_meta, loss_of
 from integration.pipeline.bubble import expected_bubble
 from integration.recommend.__main__ import main
-from integration.recommend.candidates import candidates, inner_run, refusal
+from integration.recommend.candidates import Inner, candidates, inner_run, refusal
 from integration.recommend.hardware import HARDWARE
 from integration.recommend.options import RecommendOptions, prepare
 from integration.recommend.output import product
@@ -261,6 +261,18 @@ def test_candidates_use_all_ranks_and_the_whole_batch():
         assert config.global_batch % (data * config.micro_batch) == 0
     assert {config.pp_degree for config in found} == {1, 2}
     assert len(set(found)) == len(found)
+
+
+def test_inner_products_that_are_simulated_are_as_many_on_any_number_of_ranks():
+    def found(ranks):
+        setup = setup_of(ranks=ranks, global_batch=ranks, hardware="h100", sequence_length=8192)
+        made = list(candidates(setup.base, ranks, H100))
+        return len(made), {Inner.of(config) for config in made}
+
+    few, many = found(64), found(1024)
+    assert many[0] > few[0]
+    assert many[1] == few[1]
+    assert len(many[1]) == 4 * 3 * 2  # TP, CP and recomputation
 
 
 def test_bounds_of_the_search():
