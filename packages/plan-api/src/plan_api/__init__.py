@@ -14,21 +14,32 @@ from plan_api.installation import Installed, installed, uninstall
 from plan_api.lowering.ir import Lowered
 from plan_api.lowering.lower import lower
 from plan_api.ops.expert_capacity import limit_expert_capacity
+from plan_api.ops.low_precision.recipes import (
+    MXFP8,
+    Float8Block,
+    Float8Rowwise,
+    Float8Tensorwise,
+)
 from plan_api.ops.redistribute import redistribute
 from plan_api.ops.router_z_loss import RouterZLoss, add_router_z_loss
 from plan_api.plan import Plan
 from plan_api.runtime.deferred_init import deferred_init
 from plan_api.runtime.hooks import is_validating
+from plan_api.runtime.policies.precision import use_low_precision
 from plan_api.spec.entry import Entry, Phase
 from plan_api.static.comparison import Difference, StaticError
 from plan_api.static.generation import generate_static, plan_communication
 
 __all__ = [
+    "MXFP8",
     "AttentionMask",
     "Diff",
     "Difference",
     "Entry",
     "Explanation",
+    "Float8Block",
+    "Float8Rowwise",
+    "Float8Tensorwise",
     "Installed",
     "Lowered",
     "Phase",
@@ -54,6 +65,7 @@ __all__ = [
     "track",
     "typecheck",
     "uninstall",
+    "use_low_precision",
     "view",
     "zoo",
 ]

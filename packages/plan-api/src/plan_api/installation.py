@@ -27,6 +27,7 @@ from plan_api.runtime.gradients import GradientReduction
 from plan_api.runtime.hooks import SiteCoverage
 from plan_api.runtime.policies.compile import install_compile
 from plan_api.runtime.policies.fully_shard import apply_fully_shard
+from plan_api.runtime.policies.precision import install_precision, precisions_on
 from plan_api.runtime.policies.recompute import install_recompute
 from plan_api.runtime.state import check_device, place_state
 from plan_api.static.comparison import Difference
@@ -87,7 +88,7 @@ class Installed:
     def remove(self) -> None:
         """Removes the hooks of this model; its parameters stay DTensors, in static mode too.
 
-        Its modules neither recompute activations nor run compiled any longer.
+        Its modules neither recompute activations nor run compiled or in low precision any longer.
 
         fully_shard stays applied: in static mode its modules still compute with plain tensors.
         Patches of torch stay: `uninstall` removes them.
@@ -128,6 +129,7 @@ def apply_plan(
         validate_static(model, lowered, plan.mesh)
     check_expert_capacity(model, lowered.sites, plan.mesh)
     check_buckets(options.bucket_mb, model, reduced_by_fsdp)
+    precisions = precisions_on(plan.mesh, lowered.precisions)
     check_agreement(
         [
             f"{options} on {plan.mesh}",
@@ -147,7 +149,9 @@ def apply_plan(
         model, plan.mesh, lowered.schedules, lowered.fully_sharded, options.src_data_rank,
         random_shards,
     )  # fmt: skip
-    _installed[model] = _install(model, plan, lowered, options, reduced_by_fsdp, types)
+    # First: recomputation, compilation and hooks of these modules run around it.
+    precision = tuple(install_precision(model, precisions, lowered.schedules, plan.mesh))
+    _installed[model] = _install(model, plan, lowered, options, reduced_by_fsdp, precision, types)
     return lowered
 
 
@@ -169,6 +173,7 @@ def _install(
     lowered: Lowered,
     options: ParallelizeOptions,
     reduced_by_fsdp: frozenset[str],
+    precision: tuple[RemovableHandle, ...],
     types: SiteTypes | None,
 ) -> Installed:
     """Installs the hooks of a model whose parameters and buffers are placed."""
@@ -204,6 +209,7 @@ def _install(
         *handles,
         *install_forward_errors(model, lowered.sites, plan.axes, mode),
         *recompute,
+        *precision,
     )
     return Installed(
         plan, mode, lowered, coverage, gradients, options.extras, guard, handles, leaves

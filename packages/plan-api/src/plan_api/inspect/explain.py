@@ -32,11 +32,12 @@ class ExplanationRow:
 
     Attributes:
         site: the path of the module.
-        hook: the phase of a parameter, or the hook; `fully_shard`, `recompute` or `compile`.
+        hook: the phase of a parameter, or the hook; `fully_shard`, `recompute`,
+            `compile` or `precision`.
         tensor: its name there, with the number or name of the argument; empty for a module.
         before: the placement along each axis before the hook; empty where the plan does not say it.
         after: the placement along each axis after the hook; for a module the axes and options, the
-            policy or the backend.
+            policy, the backend or the recipe.
         gradient: the placements of its gradient along each axis, before and after the hook, where
             the plan says them; ? for one that it does not say.
         bytes: the size of a parameter or buffer on this rank after the hook; empty for activations,
@@ -171,10 +172,14 @@ def _fully_sharded_rows(lowered: Lowered) -> Iterator[ExplanationRow]:
 
 
 def _policy_rows(lowered: Lowered) -> Iterator[ExplanationRow]:
-    """Yields a row for each module that is recomputed or compiled."""
-    for hook, policies in (("recompute", lowered.recomputed), ("compile", lowered.compiled)):
+    """Yields a row for each module that is recomputed, compiled or in low precision."""
+    for hook, policies in (
+        ("recompute", lowered.recomputed),
+        ("compile", lowered.compiled),
+        ("precision", lowered.precisions),
+    ):
         for path, policy in policies.items():
-            yield ExplanationRow(path, hook, "", "", policy.value, "", "", policy.line)
+            yield ExplanationRow(path, hook, "", "", str(policy.value), "", "", policy.line)
 
 
 def print_explanation(explanation: Explanation) -> None:

@@ -374,15 +374,15 @@ class ShardValues:
 
 @dataclass(frozen=True)
 class ModulePolicy:
-    """How a module runs: the policy of its recomputation, or the backend that compiles it.
+    """How a module runs: what an entry of `Plan.recompute`, `compile` or `precision` says of it.
 
     Attributes:
-        value: of the entry.
+        value: of the entry: the name of the policy or the backend, or the `Recipe`.
         text: the entry.
         line: the source line of the entry.
     """
 
-    value: str
+    value: Any
     text: str
     line: str = field(default="", compare=False)
 
@@ -418,6 +418,7 @@ class Lowered:
         eager: the modules that run on DTensors in static mode; none is inside another.
         recomputed: the modules whose activations are recomputed in backward, by path.
         compiled: the modules that torch.compile compiles, by path.
+        precisions: the linear layers that compute in low precision, by path.
         uneven_units: where ranks have different numbers of units; in static mode only.
     """
 
@@ -431,6 +432,7 @@ class Lowered:
     eager: tuple[str, ...]
     recomputed: Mapping[str, ModulePolicy]
     compiled: Mapping[str, ModulePolicy]
+    precisions: Mapping[str, ModulePolicy]
     uneven_units: tuple[UnevenUnits, ...] = ()
 
     def runs_on_dtensors(self, path: str) -> bool:

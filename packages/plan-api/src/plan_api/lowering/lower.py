@@ -23,6 +23,7 @@ from plan_api.lowering.ir import EntryRef, FullyShard, HookPoint, Lowered, Op, O
 from plan_api.lowering.model_names import is_inside, named_state, resolve_argument, suggest_names
 from plan_api.lowering.passes import fuse, phase_placements, resolve_overrides, schedules
 from plan_api.lowering.policies import check_compiled, check_recomputed, resolve_policies
+from plan_api.lowering.precision import resolve_precision
 from plan_api.lowering.units import PlacedUnits, check_units, place_units
 from plan_api.lowering.validate import check_cover, check_overrides, check_phases, validate
 from plan_api.spec.entry import Entry, EntryKind
@@ -93,6 +94,7 @@ def lower(
     check_recomputed(recomputed, placed, ops)
     compiled = resolve_policies(plan, model, EntryKind.COMPILE)
     check_compiled(compiled, recomputed, fully_sharded, placed, ops)
+    precisions = resolve_precision(plan.entries, model, placed, plan.mesh, mode)
     validate(model, ops, placed, fully_sharded, values, plan.mesh, of_stage=plan.of_stage)
     return Lowered(
         tuple(ops),
@@ -105,6 +107,7 @@ def lower(
         eager,
         MappingProxyType(recomputed),
         MappingProxyType(compiled),
+        MappingProxyType(precisions),
         units.uneven,
     )
 

@@ -30,6 +30,7 @@ class EntryKind(enum.Enum):
     SEQUENCE = "sequence"
     RECOMPUTE = "recompute"
     COMPILE = "compile"
+    PRECISION = "precision"
 
     @property
     def names_modules(self) -> bool:
@@ -39,7 +40,10 @@ class EntryKind(enum.Enum):
 
 _OF_MODULES = (
     EntryKind.FACTORY, EntryKind.LOCAL, EntryKind.FULLY_SHARD, EntryKind.EAGER, EntryKind.CONTEXT,
-    EntryKind.RECOMPUTE, EntryKind.COMPILE,
+    EntryKind.RECOMPUTE, EntryKind.COMPILE, EntryKind.PRECISION,
+)  # fmt: skip
+_WITHOUT_AXES = (
+    EntryKind.EAGER, EntryKind.RECOMPUTE, EntryKind.COMPILE, EntryKind.PRECISION,
 )  # fmt: skip
 
 
@@ -103,7 +107,7 @@ class Entry:
 
     def __str__(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.options)
-        if self.kind in (EntryKind.EAGER, EntryKind.RECOMPUTE, EntryKind.COMPILE):
+        if self.kind in _WITHOUT_AXES:
             return f"{self.kind.value}({self.path.text!r}{options})"
         if self.kind is EntryKind.FULLY_SHARD:
             return f"{self.kind.value}({self.path.text!r}, {', '.join(self.axes)}{options})"

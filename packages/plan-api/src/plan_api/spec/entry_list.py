@@ -19,6 +19,7 @@ __all__ = ["EntryList"]
 
 _WITHOUT_PLACEMENTS = (
     EntryKind.EAGER, EntryKind.FULLY_SHARD, EntryKind.RECOMPUTE, EntryKind.COMPILE,
+    EntryKind.PRECISION,
 )  # fmt: skip
 
 

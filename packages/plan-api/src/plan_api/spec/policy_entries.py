@@ -7,6 +7,7 @@ from typing import Any, Self, SupportsIndex
 
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from plan_api.ops.low_precision.recipes import Recipe, check_recipe
 from plan_api.spec.arguments import Axes
 from plan_api.spec.entry import EntryKind
 from plan_api.spec.entry_list import EntryList
@@ -149,6 +150,28 @@ class PolicyEntries(EntryList):
         """
         check_backend(f"compile({path!r})", backend)
         return self._add(EntryKind.COMPILE, path, (), None, options={"backend": backend})
+
+    def precision(self, path: str, recipe: Recipe) -> Self:
+        r"""Makes linear layers compute their products from operands in low precision.
+
+        Forward and both products of backward quantize their operands as the recipe says; gradients
+        and parameters, which optimizers and checkpoints have, stay as they are. fully_shard gathers
+        parameters before they are quantized. Where ranks of tensor parallelism share a scale, the
+        largest magnitude is reduced over them, in one all-reduce of each pass that needs any.
+        Scales of tokens are those of this rank's tokens.
+
+        Args:
+            path: of linear layers; a pattern may match other modules, which stay as they are, such
+                as ``r"(?!lm_head$).*"``, which names all linear layers but the head.
+            recipe: `Float8Tensorwise`, `Float8Rowwise`, `Float8Block` or `MXFP8`.
+
+        Raises:
+            ValueError: the path names a tensor, or the recipe is none. `parallelize` refuses a path
+                without linear layers, two recipes of one layer, features that blocks do not divide,
+                on each rank, and, with ``products="kernel"``, a device without kernels.
+        """
+        check_recipe(f"precision({path!r})", recipe)
+        return self._add(EntryKind.PRECISION, path, (), None, options={"recipe": recipe})
 
 
 def _checked_reshard(what: str, reshard: object) -> bool | int | None:

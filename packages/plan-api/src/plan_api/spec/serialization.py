@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from plan_api.ops.low_precision.recipes import recipe_from_json
 from plan_api.spec.arguments import check_chunks
 from plan_api.spec.axes import resolve_axes
 from plan_api.spec.entry import Entry, EntryKind, Phase
@@ -49,7 +50,9 @@ _OPTIONS = {
     EntryKind.SEQUENCE: ("order", "shift", "positions"),
     EntryKind.RECOMPUTE: ("policy",),
     EntryKind.COMPILE: ("backend",),
+    EntryKind.PRECISION: ("recipe",),
 }
+_ALL_REQUIRED = (EntryKind.RECOMPUTE, EntryKind.COMPILE, EntryKind.PRECISION)
 _CHECKS = {**CHECKS, "chunks": check_chunks}
 _SHORT = re.compile(r"(?P<kind>[RSP])(?:\((?P<argument>\w+)\))?")
 
@@ -77,7 +80,7 @@ def entries_to_json(
                 row[name] = [_to_json(placement) for placement in placements]
         if entry.options:
             row["options"] = {
-                name: value.to_json() if isinstance(value, PolicyValue | ParamValues) else value
+                name: value.to_json() if hasattr(value, "to_json") else value
                 for name, value in entry.options
             }
         rows.append(row | {"phase": entry.phase.value, "line": entry.line})
@@ -135,6 +138,8 @@ def _option_from_json(what: str, name: str, value: Any) -> Any:
         return PolicyValue.from_json(what, name, value)
     if name in VALUES and value is not None:
         return ParamValues.from_json(what, name, value)
+    if name == "recipe":
+        return recipe_from_json(what, value)
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -142,7 +147,7 @@ def _options_from_json(
     kind: EntryKind, what: str, given: Mapping[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
     known = _OPTIONS.get(kind, ())
-    required = set(known) if kind in (EntryKind.RECOMPUTE, EntryKind.COMPILE) else set()
+    required = set(known) if kind in _ALL_REQUIRED else set()
     _check_names(f"{what}: options", given, known, required)
     for name, value in given.items():
         if name in _CHECKS:

@@ -24,7 +24,9 @@ __all__ = [
     "input_gradient_entries", "plan_with_entries", "redistribute_entry", "split_policies",
 ]  # fmt: skip
 
-_POLICIES = (EntryKind.FULLY_SHARD, EntryKind.RECOMPUTE, EntryKind.COMPILE)
+_POLICIES = (
+    EntryKind.FULLY_SHARD, EntryKind.RECOMPUTE, EntryKind.COMPILE, EntryKind.PRECISION,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -271,7 +273,8 @@ def add_entries(plan: Plan, entries: Iterable[GeneratedEntry], model: nn.Module)
 def split_policies(plan: Plan) -> tuple[Plan, Plan]:
     """Returns the entries of a plan that apply to traced steps, and the others.
 
-    These say how modules run, by fully_shard, recomputed or compiled, and place no tensor.
+    These say how modules run, by fully_shard, recomputed, compiled or in low precision, and place
+    no tensor.
     """
     others, policies = plan | Plan(plan.mesh), Plan(plan.mesh)
     for part, is_policy in ((others, False), (policies, True)):

@@ -1,0 +1,110 @@
+"""Makes linear layers compute in low precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.hooks import RemovableHandle
+
+from plan_api.lowering.ir import ModulePolicy, Schedule
+from plan_api.lowering.precision import resolve_precision
+from plan_api.ops.low_precision.dtensors import feature_groups, low_precision_linear_of_dtensors
+from plan_api.ops.low_precision.linear import FeatureGroups, LowPrecision, low_precision_linear
+from plan_api.ops.low_precision.recipes import Recipe, check_recipe
+from plan_api.runtime.policies.replaced_forward import ReplacedForward
+from plan_api.spec.entry import Entry, EntryKind
+from plan_api.spec.path import parse_path
+
+__all__ = ["install_precision", "precisions_on", "use_low_precision"]
+
+
+def use_low_precision(
+    model: nn.Module, path: str, recipe: Recipe, *, device: str | None = None
+) -> tuple[RemovableHandle, ...]:
+    """Makes linear layers of a model without a plan compute as `Plan.precision` says.
+
+    Parameters may be those of one device, or be gathered by FSDP or copied by DDP, before or after
+    this call.
+
+    Args:
+        model: any; the ``forward`` of its linear layers is replaced.
+        path: see `Plan.precision`.
+        recipe: see `Plan.precision`.
+        device: the type of the device that the model will run on; None: that of its parameters.
+
+    Returns:
+        handles that restore the ``forward`` of each layer.
+
+    Raises:
+        ValueError: as `Plan.precision` and `parallelize`.
+    """
+    what = f"use_low_precision({path!r})"
+    check_recipe(what, recipe)
+    if device is None:
+        device = next((param.device.type for param in model.parameters()), "cpu")
+    entry = Entry(
+        EntryKind.PRECISION, parse_path(path, True), (), (), options=(("recipe", recipe),)
+    )
+    found = resolve_precision([entry], model)
+    forward = _forward(LowPrecision.on(what, recipe, device), FeatureGroups())
+    return tuple(ReplacedForward(model.get_submodule(name), forward) for name in found)
+
+
+def precisions_on(
+    mesh: DeviceMesh, policies: Mapping[str, ModulePolicy]
+) -> dict[str, LowPrecision]:
+    """Returns the recipes of modules on the device of a mesh, by path.
+
+    Args:
+        mesh: of a plan.
+        policies: with recipes, by the path of their module.
+
+    Raises:
+        ValueError: a recipe requires kernels, and the device has none.
+    """
+    return {
+        path: LowPrecision.on(policy.description, policy.value, mesh.device_type)
+        for path, policy in policies.items()
+    }
+
+
+def install_precision(
+    model: nn.Module,
+    precisions: Mapping[str, LowPrecision],
+    schedules: Mapping[str, Schedule],
+    mesh: DeviceMesh,
+) -> Iterator[ReplacedForward]:
+    """Replaces the ``forward`` of linear layers; their inputs are DTensors or local tensors.
+
+    Args:
+        model: of the plan.
+        precisions: of linear layers, by path.
+        schedules: of parameters, by their first names.
+        mesh: of the plan.
+    """
+    first_names = {id(param): name for name, param in model.named_parameters()}
+    replaced: dict[tuple[Any, ...], Callable[..., Any]] = {}
+    for path, precision in precisions.items():
+        module = model.get_submodule(path)
+        schedule = schedules.get(first_names[id(module.weight)])
+        run = (Replicate(),) * mesh.ndim if schedule is None else schedule.run
+        key = precision, feature_groups(mesh, run)
+        # One function for all modules of a kind, so that torch.compile compiles it once.
+        if key not in replaced:
+            replaced[key] = _forward(*key)
+        yield ReplacedForward(module, replaced[key])
+
+
+def _forward(precision: LowPrecision, groups: FeatureGroups) -> Callable[..., torch.Tensor]:
+    def forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's
+        weight: torch.Tensor = module.weight
+        if isinstance(weight, DTensor):
+            return low_precision_linear_of_dtensors(input, weight, module.bias, precision)
+        return low_precision_linear(input, weight, module.bias, precision, groups)
+
+    return forward

@@ -1,0 +1,233 @@
+"""Linear layers of a plan in low precision have the bits of one device, but for sums over ranks."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from plan_api import (
+    MXFP8,
+    Float8Block,
+    Float8Rowwise,
+    Float8Tensorwise,
+    Plan,
+    installed,
+    parallelize,
+    use_low_precision,
+    zoo,
+)
+from testkit import CommLog, models, run_ranks
+
+RECIPES = (
+    Float8Tensorwise(),
+    Float8Rowwise(),
+    Float8Block("reference", 16),
+    MXFP8("reference"),
+)
+ALL_BUT_THE_HEAD = r"(?!lm_head$).*"
+R, P = Replicate(), Partial()
+quiet = pytest.mark.filterwarnings("ignore:plan-api reduces gradients one by one")
+
+
+def _llama():
+    model = models.llama(num_attention_heads=4, num_key_value_heads=4)
+    models.reinitialize(model, 1)
+    return model
+
+
+def _full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _gradients(model):
+    return {name: _full(param.grad) for name, param in model.named_parameters()}
+
+
+def _data_parallel(recipe, mode, ids, options=None, modules=()):
+    """The loss and gradients of a LLaMA, of a batch sharded over all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    plan = zoo.llama(mesh, tp=None, dp="dp").precision(ALL_BUT_THE_HEAD, recipe)
+    for path in modules:
+        plan.fully_shard(path, "dp", **options or {})
+    model = parallelize(_llama(), plan, mode=mode)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return _full(loss), _gradients(model)
+
+
+def _microbatches(recipe, ids, order):
+    """Gradients of one device for each microbatch, and their sum in an order."""
+    of_each = []
+    for part in ids.chunk(dist.get_world_size()):
+        model = _llama()
+        use_low_precision(model, ALL_BUT_THE_HEAD, recipe)
+        (model(input_ids=part, labels=part).loss / dist.get_world_size()).backward()
+        of_each.append(_gradients(model))
+    return {name: order([one[name] for one in of_each]) for name in of_each[0]}
+
+
+def _ids(samples):
+    torch.manual_seed(5)
+    return torch.randint(0, models.VOCABULARY, (samples, 8))
+
+
+def _assert_equal(found, expected):
+    different = [name for name, one in expected.items() if not torch.equal(found[name], one)]
+    assert not different
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@quiet
+@pytest.mark.parametrize("mode", ["eager", "static"])
+def test_four_ranks_have_the_bits_of_accumulated_microbatches_in_each_layout(mode):
+    """The order of a sum is that of the layout: of all ranks, or of pairs of ranks in HSDP."""
+    from fsdp import Rows
+
+    layers = (r"model\.layers\.\d+", "")
+
+    def check():
+        ids = _ids(8)
+        for recipe in RECIPES:
+            in_order = _microbatches(recipe, ids, sum)
+            losses = []
+            for modules, options in (
+                (("",), {}),
+                (layers, {}),
+                (layers, {"granularity": Rows(4)}),
+                (layers, {"reshard_after_forward": False}),
+            ):
+                loss, found = _data_parallel(recipe, mode, ids, options, modules)
+                _assert_equal(found, in_order)
+                losses.append(loss)
+            in_pairs = _microbatches(recipe, ids, lambda each: sum(each[:2]) + sum(each[2:]))
+            loss, hsdp = _data_parallel(recipe, mode, ids, {"replicate": 2}, layers)
+            _assert_equal(hsdp, in_pairs)
+            other_loss, ddp = _data_parallel(recipe, mode, ids)
+            for name, one in in_order.items():  # all-reduces of gloo have orders of their own
+                torch.testing.assert_close(ddp[name], one, rtol=0, atol=1e-6 * one.abs().max())
+            assert len({loss.item() for loss in (*losses, loss, other_loss)}) == 1
+
+    run_ranks(check, 4, timeout=400)
+
+
+class Pair(nn.Module):
+    """Two linear layers: the first sharded by its outputs, the second by its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+def _pair():
+    torch.manual_seed(1)
+    return Pair()
+
+
+def _data(samples, tokens):
+    torch.manual_seed(0)
+    return torch.randn(samples, tokens, 32), torch.randn(samples, tokens, 32)
+
+
+@pytest.mark.ranks
+@quiet
+def test_data_parallel_gradients_have_the_bits_of_accumulated_microbatches():
+    layouts = (("eager", ()), ("static", ("",)), ("static", ("up", "down", "")))
+
+    def gradients(model, x, grad):
+        y = model(x)
+        (y.to_local() if isinstance(y, DTensor) else y).backward(grad)
+        return _gradients(model)
+
+    def check():
+        mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), dist.get_rank()
+        x, grad = _data(4, 20)
+        for recipe in RECIPES:
+            model = _pair()
+            use_low_precision(model, ".*", recipe)
+            for part in zip(x.chunk(2), grad.chunk(2), strict=True):
+                expected = gradients(model, *part)
+            for mode, modules in layouts:
+                plan = Plan(mesh).redistribute("<in>", R, Shard(0)).precision(".*", recipe)
+                plan.annotate(r".*\.grad", P)
+                for path in modules:
+                    plan.fully_shard(path, "dp")
+                model = parallelize(_pair(), plan, mode=mode, guard_steps=0)
+                _assert_equal(gradients(model, x, grad.chunk(2)[rank]), expected)
+
+    run_ranks(check, 2, timeout=240)
+
+
+def _pair_plan(mesh):
+    plan = Plan(mesh)
+    plan.shard(r"up\.(weight|bias)", Shard(0), "tp").shard(r"down\.weight", Shard(1), "tp")
+    plan.redistribute("up.<in>", R, R, "tp", grad_src=P, grad_dst=R)
+    plan.redistribute("down.<out>", P, R, "tp")
+    return plan.redistribute(r"down\.bias", R, P, "tp")
+
+
+# Bytes of the all-reduces that scales add to forward and backward.
+_OF_SCALES = {
+    # The first layer's weight, the second one's input and weight; the first one's gradient.
+    "float8-tensorwise": ([4, 8], [4]),
+    # The second layer's 120 tokens and 32 rows; the first one's 120 tokens and 32 columns.
+    "float8-rowwise": ([608], [608]),
+    "float8-block": ([], []),
+    "mxfp8": ([], []),
+}
+
+
+def _run_pair(recipe, mode, mesh):
+    """Output, gradients and the bytes of all-reduces in forward and in backward."""
+    model, (x, grad) = _pair(), _data(3, 40)
+    if mode == "one device":
+        use_low_precision(model, ".*", recipe)
+    else:
+        plan = _pair_plan(mesh)
+        if recipe is not None:
+            plan.precision(".*", recipe)
+        parallelize(model, plan, mode=mode, guard_steps=0, use=("fused-comm",))
+    if mode == "static":
+        assert not installed(model).check(x)
+    x.requires_grad_()
+    with CommLog() as forward:
+        y = model(x)
+    with CommLog() as backward:
+        y = y.to_local() if isinstance(y, DTensor) else y
+        y.backward(grad)
+    logs = forward.calls, backward.calls
+    assert not {call.op for log in logs for call in log} - {"all_reduce"}
+    values = {"y": y.detach(), "x": _full(x.grad), **_gradients(model)}
+    return values, [Counter(call.input_bytes for call in log) for log in logs]
+
+
+@pytest.mark.ranks
+@quiet
+def test_tensor_parallel_scales_are_reduced_once_and_are_those_of_one_device():
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        found = {}
+        for recipe in RECIPES:
+            one, _ = _run_pair(recipe, "one device", mesh)
+            values = []
+            for mode in ("eager", "static"):
+                value, bytes_ = _run_pair(recipe, mode, mesh)
+                _, without = _run_pair(None, mode, mesh)
+                values.append(value)
+                found[recipe.name, mode] = [a - b for a, b in zip(bytes_, without, strict=True)]
+            _assert_equal(values[1], values[0])
+            for name, expected in one.items():
+                within = {"rtol": 0, "atol": 2e-6 * expected.abs().max()}
+                torch.testing.assert_close(values[0][name], expected, **within)
+        return found
+
+    for found in run_ranks(check, 2, timeout=240):
+        for (recipe, _), bytes_ in found.items():
+            assert bytes_ == [Counter(one) for one in _OF_SCALES[recipe]]
