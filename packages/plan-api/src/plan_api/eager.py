@@ -12,6 +12,7 @@ from plan_api.context_parallel.attention import attention_calls, install_context
 from plan_api.context_parallel.reorder import SequenceReorder, install_label_shifts
 from plan_api.lowering.ir import ExpertIndices, OpKind, Schedule, Site, SiteStep
 from plan_api.ops.local_region import install_regions
+from plan_api.ops.overlap import OverlappedSites
 from plan_api.ops.router_loss import install_router_loss
 from plan_api.runtime.hooks import SiteCoverage, TensorTransform, install_site_hook
 from plan_api.runtime.redistribute import Redistribution
@@ -28,6 +29,7 @@ def install_eager(
     mesh: DeviceMesh,
     coverage: SiteCoverage,
     redistribution: Callable[[SiteStep, DeviceMesh, str], Redistribution] = Redistribution,
+    overlapped: OverlappedSites | None = None,
 ) -> Iterator[RemovableHandle]:
     """Installs hooks that redistribute DTensors.
 
@@ -39,6 +41,7 @@ def install_eager(
         mesh: of the plan.
         coverage: records which sites run.
         redistribution: makes the transform of a step, as `Redistribution` does.
+        overlapped: the sites that communicate beside products; None: none.
     """
     sites = list(sites)
     hooked = [site for site in sites if site.hook_point.is_module_hook]
@@ -48,13 +51,21 @@ def install_eager(
                 step.index,
                 SequenceReorder(step, mesh, site)
                 if step.kind is OpKind.ORDER
-                else redistribution(step, mesh, site.name),
+                else _redistribution(site, step, redistribution(step, mesh, site.name), overlapped),
             )
             for step in site.moved
         ]
         yield install_site_hook(site, model.get_submodule(site.path), transforms, coverage)
+    if overlapped is not None:
+        yield from overlapped.install()
     yield from use_unsharded_params(model, schedules)
     yield from install_regions(model, sites, mesh, indices)
     yield from install_context_parallel(model, attention_calls(hooked, mesh))
     yield from install_label_shifts(model, hooked)
     yield from install_router_loss(model, hooked, indices, mesh, "eager")
+
+
+def _redistribution(
+    site: Site, step: SiteStep, unsplit: Redistribution, overlapped: OverlappedSites | None
+) -> TensorTransform:
+    return unsplit if overlapped is None else overlapped.transform(site, step, unsplit)
