@@ -30,6 +30,7 @@ def parallelize(
     src_data_rank: int | None = 0,
     bucket_mb: float | None = None,
     use: Sequence[str] | None = None,
+    overlap: str | None = None,
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Parallelizes a model for one device on the plan's mesh, in place (veScale, section 4).
@@ -75,6 +76,12 @@ def parallelize(
             and ``"dtensor-rules"`` (operators cost less) are enabled for the process,
             ``"fused-comm"`` reduces gradients in buckets. None: those that are installed. ``()``:
             none; a package that the script itself has enabled stays enabled.
+        overlap: the axis of the mesh along which communication is split, and sent while products
+            of Linears are computed (asynchronous tensor parallelism), usually ``"tp"``: gathers in
+            front of Linears that are sharded on their output features, reductions behind those that
+            are sharded on their input features, and the same in backward. `explain` lists the
+            sites. Only rows are split, and sums over ranks keep gloo's order, so on a CPU results
+            have the bits of the unsplit order. None: communication is waited for at once.
         example_inputs: of one step, as a tuple of arguments or a dict of keyword arguments, the
             same on all ranks, as `plan_communication` takes them: the redistributions that it adds
             to the plan are installed as well, and are in ``installed(model).plan``, which
@@ -87,14 +94,15 @@ def parallelize(
 
     Raises:
         ValueError: an option has no such value, or would have no effect (``guard_steps`` above 0
-            in Eager, ``bucket_mb`` without fused-comm or without gradients to reduce), or names a
-            package that is not installed; the plan does not fit the model or the mode, or it or an
-            option differs between ranks (then on every rank); this rank is not in the plan's mesh;
-            or the model has been parallelized already. Before that nothing is changed, and only a
-            comparison between ranks is communicated.
+            in Eager, ``bucket_mb`` without fused-comm or without gradients to reduce, ``overlap``
+            along an axis without communication beside products, or with compiled modules), or names
+            a package that is not installed; the plan does not fit the model or the mode, or it or
+            an option differs between ranks (then on every rank); this rank is not in the plan's
+            mesh; or the model has been parallelized already. Before that nothing is changed, and
+            only a comparison between ranks is communicated.
     """
     options = ParallelizeOptions.checked(
-        plan.mesh, mode, guard_steps, src_data_rank, bucket_mb, use
+        plan.mesh, mode, guard_steps, src_data_rank, bucket_mb, use, overlap
     )
     if example_inputs is not None:
         plan = plan_communication(plan, model, example_inputs, use=use)

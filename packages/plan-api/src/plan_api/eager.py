@@ -17,6 +17,7 @@ from plan_api.context_parallel.reorder import SequenceReorder, install_label_shi
 from plan_api.lowering.ir import ExpertIndices, OpKind, Schedule, Site, SiteStep
 from plan_api.ops.expert_capacity import install_expert_capacity
 from plan_api.ops.local_region import install_regions
+from plan_api.ops.overlap import OverlappedSites
 from plan_api.ops.router_loss import install_router_loss
 from plan_api.ops.router_z_loss import install_router_z_loss
 from plan_api.runtime.hooks import SiteCoverage, TensorTransform, install_site_hook
@@ -34,6 +35,7 @@ def install_eager(
     mesh: DeviceMesh,
     coverage: SiteCoverage,
     redistribution: Callable[[SiteStep, DeviceMesh, str], Redistribution] = Redistribution,
+    overlapped: OverlappedSites | None = None,
 ) -> Iterator[RemovableHandle]:
     """Installs hooks that redistribute DTensors.
 
@@ -45,6 +47,7 @@ def install_eager(
         mesh: of the plan.
         coverage: records which sites run.
         redistribution: makes the transform of a step, as `Redistribution` does.
+        overlapped: the sites that communicate beside products; None: none.
     """
     sites = list(sites)
     hooked = [site for site in sites if site.hook_point.is_module_hook]
@@ -54,11 +57,13 @@ def install_eager(
                 step.index,
                 SequenceReorder(step, mesh, site)
                 if step.kind is OpKind.ORDER
-                else redistribution(step, mesh, site.name),
+                else _redistribution(site, step, redistribution(step, mesh, site.name), overlapped),
             )
             for step in site.moved
         ]
         yield install_site_hook(site, model.get_submodule(site.path), transforms, coverage)
+    if overlapped is not None:
+        yield from overlapped.install()
     yield from use_unsharded_params(model, schedules)
     yield from install_regions(model, sites, mesh, indices)
     attention = attention_calls(hooked, mesh)
@@ -68,3 +73,9 @@ def install_eager(
     yield from install_router_loss(model, hooked, indices, mesh, "eager")
     yield from install_router_z_loss(model, hooked, indices, mesh, "eager")
     yield from install_expert_capacity(model, sites, mesh)
+
+
+def _redistribution(
+    site: Site, step: SiteStep, unsplit: Redistribution, overlapped: OverlappedSites | None
+) -> TensorTransform:
+    return unsplit if overlapped is None else overlapped.transform(site, step, unsplit)

@@ -15,8 +15,10 @@ from plan_api.eager import install_eager
 from plan_api.lowering.fully_shard import names_reduced_by_fsdp
 from plan_api.lowering.ir import Lowered
 from plan_api.lowering.lower import lower
+from plan_api.lowering.overlap import Overlap, check_overlaps, find_overlaps
 from plan_api.lowering.validate import check_buckets
 from plan_api.ops.expert_capacity import check_expert_capacity
+from plan_api.ops.overlap import OverlappedSites
 from plan_api.options import ParallelizeOptions, warn_of_slow_planning
 from plan_api.patches import install_patches, uninstall_patches
 from plan_api.plan import Plan
@@ -51,6 +53,7 @@ class Installed:
         coverage: which sites have run.
         gradients: the reduction of gradients.
         extras: the optional packages in use, as chosen by ``use``.
+        overlaps: the sites that communicate along the axis of ``overlap``, beside products or not.
     """
 
     plan: Plan
@@ -59,6 +62,7 @@ class Installed:
     coverage: SiteCoverage
     gradients: GradientReduction
     extras: tuple[str, ...]
+    overlaps: tuple[Overlap, ...]
     _guard: Guard | None
     _handles: tuple[RemovableHandle, ...]
     _leaves: tuple[GradientLeaf, ...]
@@ -130,6 +134,7 @@ def apply_plan(
     check_expert_capacity(model, lowered.sites, plan.mesh)
     check_buckets(options.bucket_mb, model, reduced_by_fsdp)
     precisions = precisions_on(plan.mesh, lowered.precisions)
+    overlaps = _overlaps(lowered, model, plan.mesh, options.overlap)
     check_agreement(
         [
             f"{options} on {plan.mesh}",
@@ -151,8 +156,21 @@ def apply_plan(
     )  # fmt: skip
     # First: recomputation, compilation and hooks of these modules run around it.
     precision = tuple(install_precision(model, precisions, lowered.schedules, plan.mesh))
-    _installed[model] = _install(model, plan, lowered, options, reduced_by_fsdp, precision, types)
+    _installed[model] = _install(
+        model, plan, lowered, options, reduced_by_fsdp, precision, types, overlaps
+    )
     return lowered
+
+
+def _overlaps(
+    lowered: Lowered, model: nn.Module, mesh: DeviceMesh, axis: str | None
+) -> tuple[Overlap, ...]:
+    """Returns the sites that communicate along an axis, after a check that some overlap."""
+    if axis is None:
+        return ()
+    found = find_overlaps(lowered, model, mesh, axis)
+    check_overlaps(found, lowered, mesh, axis)
+    return found
 
 
 def _check_rank_and_model(mesh: DeviceMesh, model: nn.Module) -> None:
@@ -175,6 +193,7 @@ def _install(
     reduced_by_fsdp: frozenset[str],
     precision: tuple[RemovableHandle, ...],
     types: SiteTypes | None,
+    overlaps: tuple[Overlap, ...],
 ) -> Installed:
     """Installs the hooks of a model whose parameters and buffers are placed."""
     mesh, schedules = plan.mesh, lowered.schedules
@@ -188,13 +207,18 @@ def _install(
     mode: Literal["eager", "static"] = "eager"
     if options.mode == "static":
         mode = "static"
-        parts = install_static(model, lowered, mesh, coverage, options, reduced_by_fsdp, types)
+        parts = install_static(
+            model, lowered, mesh, coverage, options, reduced_by_fsdp, types, overlaps
+        )
         handles, gradients, guard = parts.handles, parts.gradients, parts.guard
         leaves = parts.leaves
     else:
         handles = tuple(
-            install_eager(model, lowered.sites, schedules, lowered.indices, mesh, coverage)
-        )
+            install_eager(
+                model, lowered.sites, schedules, lowered.indices, mesh, coverage,
+                overlapped=OverlappedSites(overlaps, model, mesh),
+            )
+        )  # fmt: skip
         apply_fully_shard(model, lowered.fully_sharded, schedules, lowered.shard_values, mesh)
         gradients = GradientReduction(
             model,
@@ -212,7 +236,7 @@ def _install(
         *precision,
     )
     return Installed(
-        plan, mode, lowered, coverage, gradients, options.extras, guard, handles, leaves
+        plan, mode, lowered, coverage, gradients, options.extras, overlaps, guard, handles, leaves
     )
 
 

@@ -38,6 +38,7 @@ class ParallelizeOptions:
         extras: the names of the optional packages to use.
         warns: whether to warn about gradients that are reduced one by one, as the caller has not
             chosen.
+        overlap: as in `parallelize`.
     """
 
     mode: Literal["eager", "static"]
@@ -46,6 +47,7 @@ class ParallelizeOptions:
     bucket_mb: float | None
     extras: tuple[str, ...]
     warns: bool
+    overlap: str | None = None
 
     @property
     def fused_mb(self) -> float | None:
@@ -63,6 +65,7 @@ class ParallelizeOptions:
         src_data_rank: int | None,
         bucket_mb: float | None,
         use: Sequence[str] | None,
+        overlap: str | None = None,
     ) -> ParallelizeOptions:
         """Checks the arguments of a call.
 
@@ -73,6 +76,7 @@ class ParallelizeOptions:
             src_data_rank: along each axis of the mesh.
             bucket_mb: None: the default.
             use: None: the packages that are installed.
+            overlap: the name of an axis of the mesh, which `check_overlaps` checks.
 
         Raises:
             ValueError: an option has no such value, or no effect beside another one.
@@ -99,7 +103,7 @@ class ParallelizeOptions:
         extras = _choose_extras(use)
         if bucket_mb is not None:
             _check_bucket(bucket_mb, extras)
-        return cls(mode, steps, src_data_rank, bucket_mb, extras, use is None)
+        return cls(mode, steps, src_data_rank, bucket_mb, extras, use is None, overlap)
 
 
 def _check_bucket(bucket_mb: float, extras: Collection[str]) -> None:

@@ -32,18 +32,19 @@ class Plan(PlanEntries):
     all. Methods return the plan, so that calls can be chained.
     """
 
-    def explain(self, model: nn.Module) -> Explanation:
+    def explain(self, model: nn.Module, *, overlap: str | None = None) -> Explanation:
         """Prints what this plan does to a model, as a table, and returns it.
 
         The table is drawn with rich if it is installed, and is plain text otherwise.
 
         Args:
             model: on any device, ``meta`` included; it is not changed.
+            overlap: as in `parallelize`, for rows that say what it overlaps.
 
         Raises:
-            ValueError: the plan does not fit the model.
+            ValueError: the plan does not fit the model, or nothing overlaps along the axis.
         """
-        found = explain(self, model)
+        found = explain(self, model, overlap=overlap)
         print_explanation(found)
         return found
 

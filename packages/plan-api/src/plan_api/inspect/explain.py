@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Override, SiteStep
 from plan_api.lowering.lower import lower
 from plan_api.lowering.model_names import is_inside, named_state
+from plan_api.lowering.overlap import Overlap, check_overlaps, find_overlaps
 from plan_api.runtime.local_shards import local_shape
 from plan_api.spec.entry import Entry
 from plan_api.spec.placements import format_placement
@@ -32,14 +33,15 @@ class ExplanationRow:
 
     Attributes:
         site: the path of the module.
-        hook: the phase of a parameter, or the hook; `fully_shard`, `recompute`,
-            `compile` or `precision`.
+        hook: the phase of a parameter, or the hook; `fully_shard`, `recompute`, `compile`,
+            `precision` or `overlap`.
         tensor: its name there, with the number or name of the argument; empty for a module.
         before: the placement along each axis before the hook; empty where the plan does not say it.
         after: the placement along each axis after the hook; for a module the axes and options, the
-            policy, the backend or the recipe.
+            policy, the backend or the recipe; for `overlap` the communication of forward and the products
+            beside it, or why there are none.
         gradient: the placements of its gradient along each axis, before and after the hook, where
-            the plan says them; ? for one that it does not say.
+            the plan says them; ? for one that it does not say; for `overlap` that of backward.
         bytes: the size of a parameter or buffer on this rank after the hook; empty for activations,
             whose size is known at run time.
         line: where the entry was written.
@@ -113,15 +115,17 @@ class Diff:
         )
 
 
-def explain(plan: PlanEntries, model: nn.Module) -> Explanation:
+def explain(plan: PlanEntries, model: nn.Module, *, overlap: str | None = None) -> Explanation:
     """Lists what a plan does to each tensor of a model, in the order of its modules.
 
     Args:
         plan: any plan.
         model: on any device, ``meta`` included; it is not changed.
+        overlap: as in `parallelize`: adds a row for each site that communicates along this axis,
+            with the Linears whose products are computed meanwhile.
 
     Raises:
-        ValueError: the plan does not fit the model.
+        ValueError: the plan does not fit the model, or nothing overlaps along the axis.
     """
     lowered = lower(plan, model, mode="static")  # which takes what Eager takes, and more
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
@@ -150,6 +154,10 @@ def explain(plan: PlanEntries, model: nn.Module) -> Explanation:
             )  # fmt: skip
     rows += _fully_sharded_rows(lowered)
     rows += _policy_rows(lowered)
+    if overlap is not None:
+        overlaps = find_overlaps(lowered, model, plan.mesh, overlap)
+        check_overlaps(overlaps, lowered, plan.mesh, overlap)
+        rows += [_overlap_row(one) for one in overlaps]
     rows.sort(key=lambda row: order[row.site])  # of a module, its policies last
     return Explanation(tuple(rows), lowered.overrides)
 
@@ -180,6 +188,26 @@ def _policy_rows(lowered: Lowered) -> Iterator[ExplanationRow]:
     ):
         for path, policy in policies.items():
             yield ExplanationRow(path, hook, "", "", str(policy.value), "", "", policy.line)
+
+
+def _overlap_row(overlap: Overlap) -> ExplanationRow:
+    """Returns the row of a site that communicates along the axis of ``overlap``."""
+    tensor = f"{overlap.step.tensor}:{overlap.step.index}"
+    linears = ", ".join(
+        name.removeprefix(overlap.path).lstrip(".") or name for name in overlap.linears
+    )
+    forward = backward = ""
+    if overlap.reason:
+        forward = f"not overlapped: {overlap.reason}"
+    elif overlap.is_input:
+        forward = f"{overlap.forward} beside {linears}" if overlap.forward else ""
+        backward = f"{overlap.backward} beside the gradients of the weights of {linears}"
+    else:
+        forward = f"{overlap.forward} beside {linears}"
+        backward = f"{overlap.backward} beside the gradient of {linears}" * bool(overlap.backward)
+    return ExplanationRow(
+        overlap.path, "overlap", tensor, "", forward, backward, "", ", ".join(overlap.step.lines)
+    )
 
 
 def print_explanation(explanation: Explanation) -> None:

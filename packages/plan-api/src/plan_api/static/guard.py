@@ -44,6 +44,8 @@ class Guard:
         fully_sharded: the parameters that fully_shard gathers.
         call_coverage: the sites that a call passes.
         steps: how many of the next calls with gradients are compared before they run.
+        communicates_as_eager: whether static mode should have the collectives of Eager; otherwise
+            they are not compared, as where communication is split to overlap with products.
     """
 
     def __init__(
@@ -56,12 +58,15 @@ class Guard:
         fully_sharded: FullyShardedParams,
         call_coverage: CallCoverage,
         steps: int,
+        *,
+        communicates_as_eager: bool = True,
     ) -> None:
         self._lowered, self._mesh = lowered, mesh
         self._local_params, self._gradients = local_params, gradients
         self._fully_sharded = fully_sharded
         self._call_coverage, self._remaining_steps, self._checking = call_coverage, steps, False
         self._units = ReplicatedUnits(lowered.uneven_units)
+        self._communicates_as_eager = communicates_as_eager
         self._model = weakref.ref(model)
         self.handles: tuple[RemovableHandle, ...] = (
             model.register_forward_pre_hook(self._before_call, with_kwargs=True, prepend=True),
@@ -162,10 +167,12 @@ class Guard:
         finally:
             for handle in handles:
                 handle.remove()
-        if not self._units.exist:
+        if self._units.exist:
+            # Eager replicates what static mode shards: it sends less, and sums in another order.
+            return [one for one in differences if one.is_wrong]
+        if self._communicates_as_eager:
             return differences
-        # Eager replicates what static mode shards: it sends less, and sums in another order.
-        return [one for one in differences if one.is_wrong]
+        return [one for one in differences if not one.only_collectives]
 
     def _before_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._remaining_steps or not torch.is_grad_enabled():

@@ -20,8 +20,10 @@ from plan_api.context_parallel.attention import (
 from plan_api.context_parallel.reorder import install_label_shifts
 from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site, gradient_placements
 from plan_api.lowering.model_names import named_state
+from plan_api.lowering.overlap import Overlap
 from plan_api.ops.expert_capacity import install_expert_capacity
 from plan_api.ops.expert_indices import install_expert_indices
+from plan_api.ops.overlap import OverlappedSites
 from plan_api.ops.router_loss import install_router_loss
 from plan_api.ops.router_z_loss import install_router_z_loss
 from plan_api.options import ParallelizeOptions
@@ -80,6 +82,7 @@ def install_static(
     options: ParallelizeOptions,
     reduced_by_fsdp: frozenset[str],
     types: SiteTypes | None = None,
+    overlaps: Sequence[Overlap] = (),
 ) -> InstalledStatic:
     """Makes modules find local parameters, and installs hooks that redistribute local tensors.
 
@@ -91,6 +94,7 @@ def install_static(
         options: of `parallelize`.
         reduced_by_fsdp: the first names of the parameters whose gradients fully_shard reduces.
         types: checks the types of tensors while modules run; None: they are not checked.
+        overlaps: the sites that communicate beside products.
     """
     # Before all other hooks: those around calls of operators exclude fully_shard's own then.
     fully_sharded = FullyShardedParams(model, lowered, mesh, reduced_by_fsdp)
@@ -107,9 +111,13 @@ def install_static(
             model, path, lowered.sites, lowered.indices, mesh, coverage, sizes
         )
     sites = static_sites(model, lowered, mesh)
+    overlapped = OverlappedSites(overlaps, model, mesh, sizes)
     for site in sites:
         if site.hook_point is not HookPoint.OPERATOR:
-            handles += _install_site(site, model, mesh, coverage, call_coverage, types, sizes)
+            handles += _install_site(
+                site, model, mesh, coverage, call_coverage, types, sizes, overlapped
+            )
+    handles += overlapped.install()
     handles += install_factories(model, lowered.sites, mesh, lowered.runs_on_dtensors, types, sizes)
     for path, indices in lowered.indices.items():
         if not lowered.runs_on_dtensors(path):
@@ -136,7 +144,7 @@ def install_static(
     step_on_local_params(local_params)
     guard = Guard(
         model, lowered, mesh, local_params, gradients, fully_sharded, call_coverage,
-        options.guard_steps,
+        options.guard_steps, communicates_as_eager=not overlaps,
     )  # fmt: skip
     # Prepended after the guard's hook, so that it runs before it.
     begin = _begin_call(local_params, unsharded, gradients, call_coverage, sizes)
@@ -170,6 +178,7 @@ def _install_site(
     call_coverage: CallCoverage,
     types: SiteTypes | None,
     sizes: ShardSizes,
+    overlapped: OverlappedSites,
 ) -> list[RemovableHandle]:
     module = model.get_submodule(site.path)
     if site.hook_point is HookPoint.RUN:
@@ -177,7 +186,7 @@ def _install_site(
     if not site.hook_point.is_module_hook:
         return []
     transforms = [
-        (step.index, transform)
+        (step.index, overlapped.transform(site, step, transform))
         for step in site.moved
         if (transform := static_transform(site, step, mesh, call_coverage, types, sizes))
         is not None

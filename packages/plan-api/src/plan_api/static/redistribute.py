@@ -195,11 +195,15 @@ class StaticRedistribution:
                 f"got a DTensor, {tensor._spec}; pass its to_local(), placed as the plan says, or "
                 f"use mode='eager'"
             )
-        if self._call_coverage is not None:
-            self._call_coverage.add(self.what)
+        self.record()
         if tensor.requires_grad and torch.is_grad_enabled():
             return _RedistributeLocal.apply(tensor, self)  # type: ignore[no-any-return, no-untyped-call]
         return self.forward(tensor)[0] if self.moves_tensor else tensor
+
+    def record(self) -> None:
+        """Records that a tensor is redistributed, here or by what replaces this."""
+        if self._call_coverage is not None:
+            self._call_coverage.add(self.what)
 
     def forward(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Mapping[int, int | None]]:
         """Redistributes a tensor, without autograd.

@@ -1,0 +1,325 @@
+"""Products of Linears on local tensors, with the communication beside them, as autograd functions.
+
+In front of Linears (`GatheredProducts`): forward multiplies each rank's rows as they arrive;
+backward reduces the gradient of the input while it computes the gradients of the weights. Behind a
+Linear (`PartialProduct`, `ReducedProduct`): forward sends rows of the output as they are computed;
+backward multiplies the rows of the output's gradient as they arrive.
+
+Only rows are split, so every sum over features is that of the unsplit product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.profiler import record_function
+
+from plan_api.ops.autocast import cast_down
+from plan_api.ops.overlap.transfer import Peers, RowExchange, RowReduction, Transfer
+from plan_api.runtime.error_context import StepContext, annotate_backward_errors
+
+__all__ = ["GatheredProducts", "PartialProduct", "Placing", "ReducedProduct"]
+
+# Into how many parts a product is split whose sum is replicated: all but the last one are sent
+# while others are computed.
+_ALL_REDUCED_PARTS = 4
+
+
+@dataclass(frozen=True)
+class Placing:
+    """What is communicated beside products.
+
+    Attributes:
+        peers: the ranks along the axis.
+        dim: of the tensor that is gathered or scattered; None: it is summed and stays replicated.
+        context: of the site, for errors in backward.
+    """
+
+    peers: Peers
+    dim: int | None
+    context: StepContext
+
+    def rows(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """Returns a rank's part of a tensor that is not sharded, as a view."""
+        assert self.dim is not None
+        length = tensor.shape[self.dim] // self.peers.size
+        return tensor.narrow(self.dim, rank * length, length)
+
+    def begin_sum(self, tensor: torch.Tensor) -> Transfer:
+        """Begins to sum a tensor of all ranks."""
+        if self.dim is None:
+            return self.peers.begin_all_reduce(tensor)
+        return self.peers.begin_reduce_scatter(tensor, self.dim)
+
+
+class GatheredProducts(torch.autograd.Function):
+    """Gathers an input, if it is sharded, and multiplies it by the weights of several Linears."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        placing: Placing,
+        unused: Sequence[int],
+        *params: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Returns the gathered input, and the output of each Linear.
+
+        Args:
+            ctx: of autograd.
+            tensor: this rank's, (..., features).
+            placing: how it is gathered.
+            unused: the numbers of Linears that are not computed, whose outputs are None. Their
+                weights are saved all the same: recomputation counts saved tensors.
+            params: the weight (out, in) and the bias (out,) or None of each Linear in turn.
+        """
+        ctx.set_materialize_grads(False)
+        weights, biases = params[::2], params[1::2]
+        params = _cast(*params)
+        used = [number for number in range(len(weights)) if number not in unused]
+        if placing.dim is None:
+            whole = tensor.view_as(tensor)  # an autograd function may not return its input
+            outputs = {number: _product(whole, *params[2 * number :][:2]) for number in used}
+        else:
+            whole, outputs = _gathered_products(tensor, placing, params, used)
+        ctx.save_for_backward(whole, *weights)
+        ctx.placing, ctx.at = placing, placing.context
+        ctx.has_bias = [bias is not None for bias in biases]
+        return whole, *(outputs.get(number) for number in range(len(weights)))
+
+    @staticmethod
+    @annotate_backward_errors
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Reduces the gradient of the input beside those of the weights."""
+        whole, *weights = ctx.saved_tensors
+        grad_whole, *grad_outputs = grads
+        needed, transfer = ctx.needs_input_grad, None
+        if needed[0]:
+            # In autograd's order, which calls backward of the last Linear first.
+            terms = [
+                _grad_of_input(grad, weight, whole.dtype)
+                for grad, weight in zip(reversed(grad_outputs), reversed(weights), strict=True)
+                if grad is not None
+            ]
+            terms += [] if grad_whole is None else [grad_whole]
+            if terms:
+                total = terms[0] if len(terms) == 1 else terms[0] + terms[1]
+                for term in terms[2:]:
+                    total += term
+                transfer = ctx.placing.begin_sum(total)
+        of_params: list[torch.Tensor | None] = []
+        for number, (grad, weight) in enumerate(zip(grad_outputs, weights, strict=True)):
+            has_bias = ctx.has_bias[number] and needed[4 + 2 * number]
+            of_params += _grads_of_params(grad, whole, weight, needed[3 + 2 * number], has_bias)
+        return None if transfer is None else transfer.wait(), None, None, *of_params
+
+
+def _gathered_products(
+    tensor: torch.Tensor,
+    placing: Placing,
+    params: Sequence[torch.Tensor | None],
+    used: Sequence[int],
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Returns the gathered tensor, and its product with each Linear by number."""
+    shape, dim = [*tensor.shape], placing.dim
+    assert dim is not None
+    shape[dim] *= placing.peers.size
+    whole, outputs = tensor.new_empty(shape), dict[int, torch.Tensor]()
+    for rank, shard in RowExchange(tensor, placing.peers):
+        with record_function("overlap: compute"):
+            for number in used:
+                rows = _product(shard, *params[2 * number :][:2])
+                if number not in outputs:
+                    outputs[number] = rows.new_empty([*shape[:-1], rows.shape[-1]])
+                placing.rows(outputs[number], rank).copy_(rows)
+            placing.rows(whole, rank).copy_(shard)
+    return whole, outputs
+
+
+class PartialProduct(torch.autograd.Function):
+    """Multiplies by the weight of one Linear, and sums the result over ranks on the way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        placing: Placing,
+        sums: list[torch.Tensor] | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Returns this rank's part of the sum.
+
+        Args:
+            ctx: of autograd.
+            tensor: this rank's, (..., in).
+            placing: how the sum is scattered.
+            sums: to which the sum over ranks is appended; None: it is not computed.
+            weight: (out, in).
+            bias: (out,), or None.
+        """
+        ctx.save_for_backward(tensor, weight)
+        ctx.has_bias, ctx.at = bias is not None, placing.context
+        ctx.computed = None  # by `ReducedProduct`
+        weight, bias = _cast(weight, bias)
+        if sums is None:
+            return _product(tensor, weight, bias)
+        sum_ = _all_reduced_product if placing.dim is None else _scattered_product
+        output, total = sum_(tensor, placing, weight, bias)
+        sums.append(total)
+        return output
+
+    @staticmethod
+    @annotate_backward_errors
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Returns what `ReducedProduct` has computed, if this is the gradient that it returned."""
+        (grad,) = grads
+        computed, ctx.computed = ctx.computed, None
+        if computed is None:
+            computed = _GradOfProduct(*ctx.saved_tensors)
+        grads: tuple[Any, ...] = computed.grads(ctx, grad)
+        return grads
+
+
+class ReducedProduct(torch.autograd.Function):
+    """Takes a part of a sum, and returns the sum that `PartialProduct` has computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, part: torch.Tensor, placing: Placing, sums: list[torch.Tensor], product: Any
+    ) -> torch.Tensor:
+        """Returns the sum.
+
+        Args:
+            ctx: of autograd.
+            part: of `PartialProduct`.
+            placing: of `PartialProduct`.
+            sums: of `PartialProduct`.
+            product: the context of `PartialProduct`; None without gradients.
+        """
+        ctx.placing, ctx.product, ctx.at = placing, product, placing.context
+        return sums[0]
+
+    @staticmethod
+    @annotate_backward_errors
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Gathers the gradient beside the product that follows from it."""
+        (grad,) = grads
+        if ctx.placing.dim is None:
+            return grad, None, None, None
+        # Once: recomputation counts how often saved tensors are asked for.
+        computed = _GradOfProduct(*ctx.product.saved_tensors)
+        computed.gather(grad, ctx.placing, ctx.product.needs_input_grad[0])
+        ctx.product.computed = computed
+        return computed.grad_output, None, None, None
+
+
+class _GradOfProduct:
+    """The gradients of a product, of which some may have been computed before they are due."""
+
+    def __init__(self, tensor: torch.Tensor, weight: torch.Tensor) -> None:
+        self._tensor, self._weight = tensor, weight
+        self._grad_tensor: torch.Tensor | None = None
+        self.grad_output: torch.Tensor | None = None
+
+    def gather(self, grad: torch.Tensor, placing: Placing, needs_input_grad: bool) -> None:
+        """Gathers the gradient of the output, and multiplies its rows as they arrive."""
+        assert placing.dim is not None
+        shape = [*grad.shape]
+        shape[placing.dim] *= placing.peers.size
+        self.grad_output = grad.new_empty(shape)
+        if needs_input_grad:
+            self._grad_tensor = torch.empty_like(
+                self._tensor, memory_format=torch.contiguous_format
+            )
+        for rank, shard in RowExchange(grad, placing.peers):
+            with record_function("overlap: compute"):
+                if self._grad_tensor is not None:
+                    rows = _grad_of_input(shard, self._weight, self._tensor.dtype)
+                    placing.rows(self._grad_tensor, rank).copy_(rows)
+                placing.rows(self.grad_output, rank).copy_(shard)
+
+    def grads(self, ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        """Returns the gradients of the arguments of `PartialProduct`."""
+        needed = ctx.needs_input_grad
+        of_tensor = None
+        if needed[0]:
+            # Another gradient arrives where the module uses its part of the sum otherwise, too.
+            if grad is self.grad_output:
+                of_tensor = self._grad_tensor
+            else:
+                of_tensor = _grad_of_input(grad, self._weight, self._tensor.dtype)
+        has_bias = ctx.has_bias and needed[4]
+        of_params = _grads_of_params(grad, self._tensor, self._weight, needed[3], has_bias)
+        return of_tensor, None, None, *of_params
+
+
+def _scattered_product(
+    tensor: torch.Tensor, placing: Placing, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a product, and this rank's rows of its sum over ranks."""
+    reduction, output = RowReduction(placing.peers), None
+    for rank in (*reduction.destinations(), placing.peers.rank):
+        with record_function("overlap: compute"):
+            rows = _product(placing.rows(tensor, rank), weight, bias)
+            if rank != placing.peers.rank:
+                reduction.send(rows)
+            if output is None:
+                output = rows.new_empty([*tensor.shape[:-1], rows.shape[-1]])
+            placing.rows(output, rank).copy_(rows)
+    assert output is not None
+    return output, reduction.sum(rows)
+
+
+def _all_reduced_product(
+    tensor: torch.Tensor, placing: Placing, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a product, and its sum over ranks."""
+    parts, transfers, dim = [], [], tensor.ndim - 2
+    for chunk in tensor.chunk(_ALL_REDUCED_PARTS, dim):
+        with record_function("overlap: compute"):
+            parts.append(_product(chunk, weight, bias))
+            transfers.append(placing.peers.begin_all_reduce(parts[-1]))
+    return torch.cat(parts, dim), torch.cat([transfer.wait() for transfer in transfers], dim)
+
+
+def _product(
+    tensor: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Computes a Linear of all rows in one product, which torch may split otherwise."""
+    assert weight is not None
+    flat = cast_down(tensor.reshape(-1, tensor.shape[-1]))[0]
+    rows = F.linear(flat, weight, bias)
+    return rows.view(*tensor.shape[:-1], rows.shape[-1])
+
+
+def _cast(*params: Any) -> Any:
+    """Casts parameters to the dtype of autocast, once for all rows."""
+    return tuple(None if param is None else cast_down(param)[0] for param in params)
+
+
+def _grad_of_input(grad: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    rows = grad.reshape(-1, grad.shape[-1]).mm(weight.to(grad.dtype))
+    return rows.view(*grad.shape[:-1], weight.shape[1]).to(dtype)
+
+
+def _grads_of_params(
+    grad: torch.Tensor | None,
+    tensor: torch.Tensor,
+    weight: torch.Tensor,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> list[torch.Tensor | None]:
+    """Returns the gradients of a weight and its bias; None for those that are not needed."""
+    if grad is None:
+        return [None, None]
+    rows = grad.reshape(-1, grad.shape[-1])
+    of_weight = None
+    if needs_weight:
+        flat = tensor.reshape(-1, tensor.shape[-1]).to(grad.dtype)
+        of_weight = rows.t().mm(flat).to(weight.dtype)
+    return [of_weight, rows.sum(0).to(weight.dtype) if needs_bias else None]
