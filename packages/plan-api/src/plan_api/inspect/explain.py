@@ -38,8 +38,8 @@ class ExplanationRow:
         tensor: its name there, with the number or name of the argument; empty for a module.
         before: the placement along each axis before the hook; empty where the plan does not say it.
         after: the placement along each axis after the hook; for a module the axes and options, the
-            policy, the backend or the recipe; for `overlap` the communication of forward and the products
-            beside it, or why there are none.
+            policy, the backend or the recipe; for `overlap` the communication of forward and the
+            products beside it, or why there are none.
         gradient: the placements of its gradient along each axis, before and after the hook, where
             the plan says them; ? for one that it does not say; for `overlap` that of backward.
         bytes: the size of a parameter or buffer on this rank after the hook; empty for activations,
