@@ -122,13 +122,7 @@ def install_static(
     for path, indices in lowered.indices.items():
         if not lowered.runs_on_dtensors(path):
             handles += install_expert_indices(model, indices, mesh, path)
-    attention = attention_calls(sites, mesh, is_static=True)
-    handles += check_attention_is_called(model, attention)
-    for site in sites:
-        if site.hook_point is HookPoint.OPERATOR:
-            module, calls = model.get_submodule(site.path), attention.pop(site.path, None)
-            handles += install_operators(site, module, mesh, types, sizes, calls)
-    handles += install_context_parallel(model, attention)
+    handles += _install_operators(model, sites, mesh, types, sizes)
     handles += install_label_shifts(model, sites)
     handles += _install_routers(model, sites, lowered, mesh)
     # After the hooks of sites, some of which redistribute unsharded parameters.
@@ -152,6 +146,23 @@ def install_static(
     return InstalledStatic(
         (*handles, *guard.handles), gradients, guard, (*local_params, *unsharded)
     )
+
+
+def _install_operators(
+    model: nn.Module,
+    sites: Sequence[Site],
+    mesh: DeviceMesh,
+    types: SiteTypes | None,
+    sizes: ShardSizes,
+) -> Iterator[RemovableHandle]:
+    """Installs the replacements of operators, and of the attention of sharded sequences."""
+    attention = attention_calls(sites, mesh, is_static=True)
+    yield from check_attention_is_called(model, attention)
+    for site in sites:
+        if site.hook_point is HookPoint.OPERATOR:
+            module, calls = model.get_submodule(site.path), attention.pop(site.path, None)
+            yield from install_operators(site, module, mesh, types, sizes, calls)
+    yield from install_context_parallel(model, attention)
 
 
 def _install_routers(
