@@ -522,12 +522,12 @@ def test_layers_in_which_the_plan_writes_something_else_are_planned_for_themselv
 
 
 def test_other_entries_of_the_same_module_stay(mesh):
-    """Such as that of its attention, which is computed when it gets the input."""
+    """Such as that of the tensors that it creates."""
     plan = Plan(mesh).redistribute("<in>", R, R).shard(r"left\.(a|b)\.weight", S0)
-    plan.context("left", "tp").factory("left", R, "tp").shard("left.<in>", R, "tp")
+    plan.factory("left", R, "tp").shard("left.<in>", R, "tp")
     planned = plan_communication(plan, ParallelBlocks(), (torch.randn(4, 16),))
-    assert planned.entries[:4] == plan.entries[:4]
-    (added,) = planned.entries[4:]
+    assert planned.entries[:3] == plan.entries[:3]
+    (added,) = planned.entries[3:]
     assert added.path.text == "left.<in:0>"
     assert added.line == f"added for {plan.entries[1].line}"
 
