@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,9 +117,7 @@ def install_static(
             handles += install_operators(site, module, mesh, types, sizes, calls)
     handles += install_context_parallel(model, attention)
     handles += install_label_shifts(model, sites)
-    handles += install_router_loss(model, sites, lowered.indices, mesh, "static")
-    handles += install_router_z_loss(model, sites, lowered.indices, mesh, "static")
-    handles += install_expert_capacity(model, lowered.sites, mesh)
+    handles += _install_routers(model, sites, lowered, mesh)
     # After the hooks of sites, some of which redistribute unsharded parameters.
     unsharding = install_unsharding(model, lowered)
     unsharded = tuple(unsharding.params.values())
@@ -148,6 +146,14 @@ def _sizes_of_params(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> Sh
     return ShardSizes(
         mesh, ((schedule.run, shapes[name]) for name, schedule in lowered.schedules.items())
     )
+
+
+def _install_routers(
+    model: nn.Module, sites: Sequence[Site], lowered: Lowered, mesh: DeviceMesh
+) -> Iterator[RemovableHandle]:
+    yield from install_router_loss(model, sites, lowered.indices, mesh, "static")
+    yield from install_router_z_loss(model, sites, lowered.indices, mesh, "static")
+    yield from install_expert_capacity(model, lowered.sites, mesh)
 
 
 def _install_site(
