@@ -125,10 +125,10 @@ def test_dropped_tokens_are_those_of_one_device(tmp_path):
     one = drops.pop("one")
     loads = torch.tensor([record.expert_load for record in read_metrics(tmp_path / "one")])
     tokens, limit = 8 * 64, 16  # of a step; of a sequence, 0.5 * 64 * 2 / 4
-    kept = (loads * tokens * 2).round() - one
+    within = (loads * tokens * 2).round() - one
     assert one.shape == (2, 2, 4)
-    assert (kept <= 8 * limit).all()
-    assert (kept >= 0).all()
+    assert (within <= 8 * limit).all()
+    assert (within >= 0).all()
     assert (one > 0).all()  # all experts are chosen more often than that
     for name, found in drops.items():
         assert (found - one).abs().max() <= 3, name  # see above

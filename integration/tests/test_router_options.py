@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from integration.errors import UsageError
 from integration.models import ModelShape, model_shape
-from integration.train.config import TrainConfig, parse_config
+from integration.train.config import NATIVE_RANDOM, TrainConfig, parse_config
 from integration.train.model.expert_bias import update_expert_biases
 from integration.train.validation import validate
 from testkit import run_ranks
@@ -18,6 +18,10 @@ from testkit import run_ranks
 STEPS = 20
 SP = {"tp": 2, "sp": True}
 PIPELINE = {"pp_degree": 2, "pp_microbatches": 2}
+ZERO_BUBBLE = {
+    "pp_schedule": "InterleavedZeroBubble", "pp_microbatches": 4,
+    "pp_split_points": "model.layers.0,model.layers.1,lm_head",
+}  # fmt: skip
 PRODUCTS = {
     2: {
         "EP": {"dp_replicate": 2, "ep": 2},
@@ -30,8 +34,9 @@ PRODUCTS = {
         "FSDP, static": {"dp_shard": 2, "static": True},
         "PP": PIPELINE,
         "PP, static": PIPELINE | {"static": True},
-        "fsdp2": {"system": "fsdp2", "dropout": 0.0, "random": "stock"},
-        "ddp": {"system": "ddp", "dropout": 0.0, "random": "stock"},
+        "PP, split backward": PIPELINE | ZERO_BUBBLE,
+        "fsdp2": {"system": "fsdp2", "dropout": 0.0, "random": NATIVE_RANDOM},
+        "ddp": {"system": "ddp", "dropout": 0.0, "random": NATIVE_RANDOM},
     },
     4: {
         "FSDP x TP + SP": {"dp_shard": 2} | SP,

@@ -43,17 +43,17 @@ def _drop(batch, dropped):
 
     def hook(router, _, output):
         logits, weights, index = output
-        kept = torch.ones_like(weights)
+        within = torch.ones_like(weights)
         limit = math.ceil(FACTOR * length * index.shape[1] / logits.shape[1])
         for sequence in range(sequences):
             taken = [0] * logits.shape[1]
             for token in range(sequence * length, (sequence + 1) * length):
                 for choice, expert in enumerate(index[token].tolist()):
                     if taken[expert] >= limit:
-                        kept[token, choice] = 0
+                        within[token, choice] = 0
                         dropped.append((token, expert))
                     taken[expert] += 1
-        return logits, weights * kept, index
+        return logits, weights * within, index
 
     return hook
 
@@ -170,7 +170,7 @@ def test_only_a_sharded_sequence_communicates():
         return found
 
     for along_sequence, along_batch in run_ranks(check, 2, _batch()):
-        assert [size for _, size in along_sequence] == [4 * (4 + 1) * 8] * 2
+        assert [size for _, size in along_sequence] == [4 * (4 + 1) * 4] * 2
         assert not along_batch
 
 
@@ -195,7 +195,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("choices", "shape", "kept"),
+    ("choices", "shape", "within"),
     [
         ([[0], [0], [0], [0]], (1, 4, 2), [1, 1, 0, 0]),
         ([[0], [0], [0], [0]], (2, 2, 2), [1, 0, 1, 0]),
@@ -204,10 +204,10 @@ class Experts(nn.Module):
     ],
     ids=["all tokens on one expert", "two sequences", "even", "one token"],
 )
-def test_the_first_tokens_are_kept(choices, shape, kept):
+def test_the_first_tokens_are_kept(choices, shape, within):
     model = Experts(choices)
     limit_expert_capacity(model, 1.0)
-    assert model(torch.zeros(shape)).flatten().tolist() == kept
+    assert model(torch.zeros(shape)).flatten().tolist() == within
 
 
 def test_hidden_states_without_sequences_are_refused():

@@ -184,16 +184,16 @@ class _Hooks:
             return None
         logits, weights, index, *others = output
         local = index.to_local() if isinstance(index, DTensor) else index
-        kept = self._kept(local, logits.shape[-1])
+        within = self._within_limit(local, logits.shape[-1])
         if isinstance(index, DTensor):
-            kept = DTensor.from_local(
-                kept, index.device_mesh, index.placements, run_check=False,
+            within = DTensor.from_local(
+                within, index.device_mesh, index.placements, run_check=False,
                 shape=index.shape, stride=index.stride(),
             )  # fmt: skip
-        return (logits, weights * kept.to(weights.dtype), index, *others)
+        return (logits, weights * within.to(weights.dtype), index, *others)
 
-    def _kept(self, index: torch.Tensor, experts: int) -> torch.Tensor:
-        """Returns which of this rank's choices (tokens, choices) are kept, as bools."""
+    def _within_limit(self, index: torch.Tensor, experts: int) -> torch.Tensor:
+        """Returns which of this rank's choices (tokens, choices) experts take, as bools."""
         if len(self._shape) != 3 or self._shape[0] * self._shape[1] != len(index):
             raise ValueError(
                 f"{self._path}: expected to be called with the tokens of hidden states (batch, "
@@ -201,14 +201,14 @@ class _Hooks:
                 f"limit_expert_capacity out"
             )
         batch, tokens, _ = self._shape
-        chosen = index.new_zeros(len(index), experts).scatter_(1, index, 1)
+        chosen = index.new_zeros(len(index), experts, dtype=torch.int32).scatter_(1, index, 1)
         chosen = chosen.view(batch, tokens, experts)
-        before = chosen.cumsum(1) - chosen  # of the sequence
+        before = chosen.cumsum(1, dtype=torch.int32) - chosen  # of the sequence
         limit: float | torch.Tensor
         if self._sequence is None:
             limit = math.ceil(self._factor * tokens * index.shape[1] / experts)
         else:
-            earlier, number = self._of_sequence(chosen.sum(1), tokens)
+            earlier, number = self._of_sequence(chosen.sum(1, dtype=torch.int32), tokens)
             before = before + earlier.unsqueeze(1)
             limit = (self._factor * number.double() * index.shape[1] / experts).ceil()
         return before.view(-1, experts).gather(1, index) < limit
@@ -217,7 +217,7 @@ class _Hooks:
         """Returns the choices (batch, experts) on the ranks before, and the tokens of a sequence.
 
         Args:
-            counts: (batch, experts), of this rank.
+            counts: (batch, experts) int32, of this rank.
             tokens: of a sequence on this rank; ranks may have different numbers.
         """
         assert self._sequence is not None
