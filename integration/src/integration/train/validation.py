@@ -243,6 +243,13 @@ RULES: tuple[OptionRule, ...] = (
         "leave one of the three out",
     ),
     OptionRule(
+        "fingerprint",
+        "cp",
+        lambda config: config.cp == 1 or config.dropout == 0 or not _trains_on_text(config),
+        "--cp 1 with --dropout, as attention over sharded sequences draws its masks in parts",
+        "leave one of the three out",
+    ),
+    OptionRule(
         "profile_steps",
         "steps",
         lambda config: StepRange.parse(config.profile_steps or "").last <= config.steps,
@@ -562,14 +569,24 @@ def _check_optimizer(config: TrainConfig, system: System) -> None:
         )
 
 
-def _check_random(config: TrainConfig, system: System, shape: ModelShape) -> None:
-    drops_weights = config.dropout > 0 and shape.modality is Modality.TEXT
-    if config.cp > 1 and drops_weights and system.device.is_accelerator:
+def _check_random_of_context(config: TrainConfig, system: System) -> None:
+    """Refuses dropout of attention over sharded sequences where one device's cannot be drawn."""
+    if system.device.is_accelerator:
         raise UsageError(
             f"--dropout {config.dropout:g}: expected --device cpu with --cp {config.cp}, whose"
             " ranks draw one device's masks of attention weights there only, got --device"
             f" {system.device.type}; leave either out"
         )
+    if importlib.util.find_spec("dist_rng") is None:
+        raise UsageError(
+            f"--dropout {config.dropout:g} with --cp {config.cp} needs the package dist-rng, which"
+            " is not installed; install it, or leave either out"
+        )
+
+
+def _check_random(config: TrainConfig, system: System, shape: ModelShape) -> None:
+    if config.cp > 1 and config.dropout > 0 and shape.modality is Modality.TEXT:
+        _check_random_of_context(config, system)
     if config.random != DIST_RNG_RANDOM:
         return
     if importlib.util.find_spec("dist_rng") is None:
