@@ -238,7 +238,13 @@ def test_hosts_of_accelerators_launch_while_these_compute():
 def test_the_reason_names_the_largest_terms():
     time = replace(
         predicted(ranks=1).time,
-        compute=6.0, host=0.0, tensor=3.0, data=0.5, transfers=0.0, bubble=0.5, update=0.0,
+        compute=6.0,
+        host=0.0,
+        tensor=3.0,
+        data=0.5,
+        transfers=0.0,
+        bubble=0.5,
+        update=0.0,
     )
     assert time.reason == "compute 60%, TP 30%"
     other = replace(time, tensor=0.5, transfers=1.5, bubble=1.0)

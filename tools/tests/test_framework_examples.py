@@ -42,9 +42,14 @@ def test_a_page_begins_with_pip_and_has_the_command_and_the_tested_version(scrip
     assert re.search(rf"^\| \w+ \| {TESTED[name]} \| .*\({name}\.md\) \|$", index, re.MULTILINE)
 
 
+def _tier(script):
+    """Of the examples that the development environment can run, one is in the fast tier."""
+    name = script.parent.name
+    return pytest.param(script, id=name, marks=() if name == "accelerate" else pytest.mark.slow)
+
+
 @pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.parent.name)
+@pytest.mark.parametrize("script", [_tier(script) for script in SCRIPTS])
 def test_losses_are_those_of_native_fsdp2(script, tmp_path):
     framework = script.parent.name
     if importlib.util.find_spec(framework) is None:
