@@ -93,11 +93,11 @@ def main(version: str) -> int:
     sources = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
     compiled = ["-W", "error", "-m", "compileall", "-q", "-f", *sources]
     environment = os.environ | {"PYTHONPYCACHEPREFIX": str(python.parents[1] / "compiled")}
-    subprocess.run([python, *compiled], check=True, env=environment)
+    subprocess.run([str(python), *compiled], check=True, env=environment)
     # Without conftest.py, which imports testkit; of it hypothesis has the profile of CI.
     options = ["--noconftest", "-p", "no:cacheprovider", *TESTS.values()]
     alone = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [python, "-m", "pytest", *options]
+    command = [str(python), "-m", "pytest", *options]
     return subprocess.run(command, cwd=ROOT, env=alone | {"CI": "1"}).returncode
 
 
