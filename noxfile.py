@@ -26,6 +26,8 @@ PACKAGES = {
 SANITIZED = ("dtensor-rules", "fsdp")
 # Supported, but not the one that the workspace pins (constraints.txt).
 OTHER_TORCHES = ("2.11", "2.12", "2.14", "2.15")
+# Supported, too, and not that of constraints.txt's torch on disk.
+OTHER_PYTHONS = ("3.12", "3.13")
 PROJECTS = PACKAGES | {name: ROOT / name for name in ("testkit", "tools", "integration")}
 
 
@@ -46,7 +48,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """The slow tier: tests marked slow, then the oldest and the newest torch (`compat`).
+    """The slow tier: tests marked slow, then other torches, other Pythons and all examples.
 
     docs/support/nightly.md records what they came to. Arguments are those of `tests`: of projects
     that are named the slow tests alone run and are recorded, with options of pytest nothing is.
@@ -59,6 +61,10 @@ def nightly(session: nox.Session) -> None:
     session.run(*command, success_codes=(0, 1))  # failed tests are recorded too
     for torch in () if session.posargs else (OTHER_TORCHES[0], OTHER_TORCHES[-1]):
         session.notify(f"compat({torch})")
+    if not session.posargs:
+        for version in OTHER_PYTHONS:
+            session.notify(f"pythons({version})")
+        session.notify("examples", ["--ranks", "2", "--steps", "4"])
     reports = [RESULTS / f"slow-{name}.xml" for name in session.posargs or PROJECTS]
     ran = [str(report) for report in reports if report.is_file()]
     session.run(python, "-m", "tools.nightly_record", *ran)
@@ -108,6 +114,13 @@ def compat(session: nox.Session, torch: str) -> None:
         session.run("python", "-m", *record, success_codes=(0, 1))
     if failed:
         session.error(f"with torch {torch} these packages' tests fail: {failed}")
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("python", [nox.param(version, id=version) for version in OTHER_PYTHONS])
+def pythons(session: nox.Session, python: str) -> None:
+    """What needs no torch, built and tested with another Python; all packages' metadata."""
+    session.run(dev_env(session), "-m", "tools.other_pythons", python)
 
 
 @nox.session

@@ -2,8 +2,8 @@
 
 An example calls `main` with a function that trains for some steps and returns the losses. Started
 by hand, the script starts ranks of itself by torchrun, once for each system; a rank calls the
-function and writes what it measured. ``--json FILE`` writes the comparisons, of
-which ``tools.example_results`` makes a page.
+function and writes what it measured. ``--json FILE`` writes the comparisons, of which
+``tools.example_results`` makes a page, and ``--plot FILE`` draws the losses.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def main(train: Callable[..., Sequence[float]], cases: Mapping[str, float] | Non
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--case", choices=list(tolerances), help="by default all of them")
     parser.add_argument("--json", type=Path, help="where to write the comparisons")
+    parser.add_argument("--plot", type=Path, help="where to draw the losses, as FILE.svg")
     parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)  # of a rank
     options = parser.parse_args()
     if options.system is not None:
@@ -98,6 +99,8 @@ def main(train: Callable[..., Sequence[float]], cases: Mapping[str, float] | Non
     if options.json is not None:
         written = [asdict(one) | {"difference": one.difference} for one in found]
         options.json.write_text(json.dumps(written, indent=1) + "\n")
+    if options.plot is not None:
+        draw(found, options.plot)
     wrong = [one for one in found if not one.is_equal(options.steps)]
     if wrong:
         sys.exit(
@@ -107,6 +110,24 @@ def main(train: Callable[..., Sequence[float]], cases: Mapping[str, float] | Non
                 for one in wrong
             )
         )
+
+
+def draw(found: Sequence[Comparison], path: Path) -> None:
+    """Draws the losses of native FSDP2 and of fsdp over the steps, one pair for each case."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    axes = figure.subplots()
+    for number, one in enumerate(found):
+        steps, color = range(1, len(one.native.losses) + 1), f"C{number}"
+        names = [f"{one.case} {system}".strip() for system in ("native FSDP2", "fsdp")]
+        axes.plot(steps, one.native.losses, color=color, linewidth=4, alpha=0.35, label=names[0])
+        axes.plot(steps, one.fsdp.losses, color=color, linewidth=1.2, label=names[1])
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _print(comparison: Comparison) -> None:

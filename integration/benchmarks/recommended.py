@@ -2,9 +2,9 @@
 
 Every way to train on 2 gloo ranks that the trainer accepts is predicted and measured, in turns, in
 the same two processes: processor time of a rank's step (the mean over ranks of the median of its
-steps), its wall time, and bytes that a rank sends; of several rounds the least, as other work on the
-machine adds to both. Prints the measured time of the best prediction
-over that of the best measurement; processor time is predicted without waiting for other stages.
+steps), its wall time, and bytes that a rank sends. Of several rounds the least counts, as other
+work on the machine adds to both. Prints the measured time of the best prediction over that of the
+best measurement; processor time is predicted without waiting for other stages.
 """
 
 import argparse

@@ -42,9 +42,35 @@ def test_a_page_begins_with_pip_and_has_the_command_and_the_tested_version(scrip
     assert re.search(rf"^\| \w+ \| {TESTED[name]} \| .*\({name}\.md\) \|$", index, re.MULTILINE)
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.parent.name)
+def test_a_picture_of_losses_stands_beside_the_command_that_draws_it(script):
+    name = script.parent.name
+    page = ROOT / "docs" / "frameworks" / f"{name}.md"
+    drawn = page.with_suffix(".svg").is_file()
+    command = f"python {script.relative_to(ROOT)} --ranks 2 --steps"
+    shown = re.search(rf"^{command} .*--plot docs/frameworks/{name}.svg$", page.read_text(), re.M)
+    assert drawn == (shown is not None) == (f"]({name}.svg)" in page.read_text())
+
+
+def test_a_picture_has_a_curve_of_each_system_and_case(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from side_by_side import Comparison, Run, draw
+
+    run = Run([2.0, 1.0], 1.0, 1.0)
+    draw([Comparison(case, run, run, 1e-5, 0.0) for case in ("", "muon")], tmp_path / "one.svg")
+    text = (tmp_path / "one.svg").read_text()
+    for label in ("native FSDP2", "fsdp", "muon native FSDP2", "muon fsdp", "optimizer step"):
+        assert f"<!-- {label} -->" in text
+
+
+def _tier(script):
+    """Of the examples that the development environment can run, one is in the fast tier."""
+    name = script.parent.name
+    return pytest.param(script, id=name, marks=() if name == "accelerate" else pytest.mark.slow)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("script", [_tier(script) for script in SCRIPTS])
 def test_losses_are_those_of_native_fsdp2(script, tmp_path):
     framework = script.parent.name
     if importlib.util.find_spec(framework) is None:

@@ -6,8 +6,6 @@ import subprocess
 import sys
 import tempfile
 
-from testkit.ranks.python_command import run_python
-
 #: The import names of the workspace's packages.
 PACKAGES = frozenset(
     {"dbuffer", "dist_rng", "dtensor_rules", "fsdp", "fused_comm", "plan_api", "ragged_shard"}
@@ -31,6 +29,8 @@ def loaded_by(statement: str, *, after_torch: bool = False) -> set[str]:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         if after_torch:
+            from testkit.ranks.python_command import run_python  # loads torch
+
             run = run_python("-c", code, environment=environment, preloaded=False)
         else:
             run = subprocess.run(
