@@ -12,6 +12,7 @@ from plan_api.lowering.ir import Lowered
 from plan_api.lowering.lower import lower
 from plan_api.ops.low_precision.recipes import (
     MXFP8,
+    RECIPES,
     Float8Block,
     Float8Rowwise,
     Float8Tensorwise,
@@ -26,6 +27,7 @@ from plan_api.static.generation import generate_static, plan_communication
 
 __all__ = [
     "MXFP8",
+    "RECIPES",
     "Diff",
     "Difference",
     "Entry",
