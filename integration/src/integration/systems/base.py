@@ -22,6 +22,7 @@ from integration.systems.degrees import Degrees
 AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
 Recompute = Literal["none", "full", "selective-op", "selective-layer"]
 Backend = Literal["none", "aot_eager", "inductor"]
+Precision = Literal["none", "float8-tensorwise", "float8-rowwise", "float8-block", "mxfp8"]
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,20 @@ class LayerPolicies:
         recompute: which activations are computed again in backward.
         every: with ``selective-layer``, the distance of the layers that are recomputed.
         compile: backend that compiles each layer.
+        precision: recipe of the linear layers, or none.
+        precision_exclude: pattern of the names of linear layers without the recipe.
     """
 
     recompute: Recompute = "none"
     every: int = 1
     compile: Backend = "none"
+    precision: Precision = "none"
+    precision_exclude: str = ""
+
+    @property
+    def low_precision_path(self) -> str:
+        """Pattern of the names of modules, of which linear layers have the recipe."""
+        return rf"(?!(?:{self.precision_exclude})$).*"
 
 
 class System(ABC):
@@ -71,6 +81,8 @@ class System(ABC):
     on_buffers: bool = False
     # Whether each layer can be compiled as one graph.
     supports_compile: bool = False
+    # Whether its linear layers can quantize the operands of their products.
+    supports_precision: bool = False
     # Whether its plan says which layers are recomputed and compiled, instead of the trainer.
     plans_layers: bool = False
     # Dtypes of compute that it supports in mixed precision.

@@ -39,6 +39,7 @@ class PlanSystem(System):
     supports_all_optimizers = True
     on_buffers = True
     supports_compile = True
+    supports_precision = True
     plans_layers = True
     compute_dtypes = AUTOCAST_DTYPES
 
@@ -103,6 +104,9 @@ class PlanSystem(System):
         try:
             return parallelize(model, plan, mode=mode)
         except ValueError as error:
+            precision = self.layer_policies.precision
+            if precision != "none" and "precision(" in str(error):
+                raise UsageError(f"--precision {precision}: {error}") from error
             if self.make_plan is None:
                 raise
             raise UsageError(f"--plan: {error}; correct it") from error

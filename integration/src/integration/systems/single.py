@@ -14,6 +14,7 @@ class SingleDevice(System):
     accepts_meta_model = True
     supports_all_optimizers = True
     supports_compile = True
+    supports_precision = True
     compute_dtypes = AUTOCAST_DTYPES
 
     @property

@@ -14,7 +14,7 @@ from integration.models import DeepseekV3Shape, ModelShape
 from integration.systems.base import LayerPolicies
 from integration.systems.degrees import Degrees
 from integration.systems.fsdp import BLOCK_ROWS
-from plan_api import Phase, Plan, zoo
+from plan_api import RECIPES, Phase, Plan, zoo
 
 
 def plan_of(
@@ -68,7 +68,7 @@ def plan_of(
 
 
 def add_layer_policies(plan: Plan, policies: LayerPolicies, shape: ModelShape, layers: int) -> None:
-    """Adds entries for the layers that are recomputed and compiled.
+    """Adds entries for the layers that are recomputed, compiled and in low precision.
 
     Args:
         plan: plan of a model of ``shape``.
@@ -84,6 +84,8 @@ def add_layer_policies(plan: Plan, policies: LayerPolicies, shape: ModelShape, l
         plan.recompute(rf"{prefix}\.\d+", policies.recompute)
     if policies.compile != "none":
         plan.compile(rf"{prefix}\.\d+", policies.compile)
+    if policies.precision != "none":
+        plan.precision(policies.low_precision_path, RECIPES[policies.precision]())
 
 
 def with_noise_loss(plan: Plan, *dp: str) -> Plan:

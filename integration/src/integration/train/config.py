@@ -1,6 +1,7 @@
 """The options of a run, parsed from the command line and from TOML."""
 
 import argparse
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -16,7 +17,7 @@ from integration.device import DeviceOption
 from integration.errors import UsageError
 from integration.models import RouterOptions
 from integration.systems import REST, Degrees, Placements, get_system
-from integration.systems.base import Backend, Recompute
+from integration.systems.base import Backend, Precision, Recompute
 
 AUTO_RESUME = "auto"
 NEVER_RESUME = "never"
@@ -37,6 +38,14 @@ def _positive_or_rest(number: int) -> int:
     if number < 1 and number != REST:
         raise ValueError(f"expected at least 1, or {REST}, which takes the rest of the ranks")
     return number
+
+
+def _regular_expression(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"expected a regular expression, got one with an error: {error}") from None
+    return pattern
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -153,6 +162,11 @@ class TrainConfig:
     """Backend of torch.compile for each layer."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of compute; weights and gradient reductions are fp32. fp16 scales the loss."""
+    precision: Precision = "none"
+    """single and plan: recipe of plan-api by which linear layers quantize the operands of their
+    matrix products; weights and optimizer state stay fp32."""
+    precision_exclude: Annotated[str, AfterValidator(_regular_expression)] = r"(.*\.)?lm_head"
+    """Pattern of the names of linear layers that do not; by default the output layer."""
     eval_samples: Annotated[int, Field(ge=0)] = 0
     """Samples that are held out from training, and evaluated after the last step: a multiple of
     --global-batch."""

@@ -193,6 +193,20 @@ RULES: tuple[OptionRule, ...] = (
         "use --activation-checkpointing full, or leave --zero3 out",
     ),
     OptionRule(
+        "precision_exclude",
+        "precision",
+        lambda config: config.precision != "none",
+        "--precision with a recipe",
+        "give one, or leave --precision-exclude out",
+    ),
+    OptionRule(
+        "precision",
+        "pp_degree",
+        lambda config: config.pp_degree == 1,
+        "--pp-degree 1, as the plans of stages have no recipes",
+        "leave either out",
+    ),
+    OptionRule(
         "checkpoint_async",
         "checkpoint_every",
         lambda config: config.checkpoint_every > 0,
@@ -431,8 +445,12 @@ def _supported_system(config: TrainConfig, device: Device) -> System:
             f" {device.type}, where parameters are on the host already; leave it out"
         )
     policies = LayerPolicies(
-        config.activation_checkpointing, config.activation_checkpointing_every, config.compile
-    )
+        config.activation_checkpointing, config.activation_checkpointing_every, config.compile,
+        config.precision, config.precision_exclude,
+    )  # fmt: skip
+    if config.precision != "none" and not system.supports_precision:
+        fit = [name for name in SYSTEM_NAMES if get_system(name).supports_precision]
+        raise _unsupported(config, f"--precision {config.precision}", "--precision none", fit)
     if config.dtype == "fp32":
         system.layer_policies = policies
         return system

@@ -16,6 +16,7 @@ from plan_api.lowering.lower import lower
 from plan_api.ops.expert_capacity import limit_expert_capacity
 from plan_api.ops.low_precision.recipes import (
     MXFP8,
+    RECIPES,
     Float8Block,
     Float8Rowwise,
     Float8Tensorwise,
@@ -32,6 +33,7 @@ from plan_api.static.generation import generate_static, plan_communication
 
 __all__ = [
     "MXFP8",
+    "RECIPES",
     "AttentionMask",
     "Diff",
     "Difference",

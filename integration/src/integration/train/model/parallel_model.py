@@ -17,6 +17,7 @@ from integration.train.config import DIST_RNG_RANDOM, router_options_of
 from integration.train.launch.world import World
 from integration.train.model.activation_checkpointing import recompute_activations
 from integration.train.model.compiled import compile_layers
+from integration.train.model.precision import use_precision
 from integration.train.setup import Setup
 
 
@@ -62,6 +63,7 @@ def parallel_model(setup: Setup, world: World) -> ParallelModel:
             layers, config.activation_checkpointing, every=config.activation_checkpointing_every
         )
         compile_layers(layers, config.compile)
+        use_precision(model, system.layer_policies, system.device.type)
     if not (on_meta or deferred):
         model.to(system.device.current)
         if setup.initial is not None:

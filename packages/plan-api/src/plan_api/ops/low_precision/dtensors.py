@@ -23,7 +23,7 @@ def feature_groups(mesh: DeviceMesh, weight: tuple[Placement, ...]) -> FeatureGr
         tuple(
             mesh.get_group(axis)
             for axis, placement in enumerate(weight)
-            if placement.is_shard() and placement.dim == dim and mesh.size(axis) > 1
+            if placement.is_shard(dim) and mesh.size(axis) > 1
         )
         for dim in (0, 1)
     )
@@ -48,7 +48,9 @@ def low_precision_linear_of_dtensors(
         return torch.nn.functional.linear(x, weight, bias)
     mesh, last = weight.device_mesh, x.ndim - 1
     before = tuple(map(_of_input, x.placements, weight.placements, [last] * mesh.ndim))
-    output, of_x, of_weight = (list[Placement](before) for _ in range(3))
+    output: list[Placement] = [*before]
+    of_x: list[Placement] = [*before]
+    of_weight: list[Placement] = [*before]
     for axis, placement in enumerate(weight.placements):
         if placement.is_shard(0):
             output[axis], of_x[axis], of_weight[axis] = Shard(last), Partial(), placement

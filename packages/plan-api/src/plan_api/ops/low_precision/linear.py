@@ -91,7 +91,7 @@ def low_precision_linear(
     for dtype in (x.dtype, weight.dtype):
         precision.check_dtype(dtype)
     with torch.autocast(device, enabled=False):
-        y: torch.Tensor = _Linear.apply(x, weight, precision, groups)
+        y: torch.Tensor = _Linear.apply(x, weight, precision, groups)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -156,13 +156,12 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch
             _Operand(grad.t(), of_weight.left, groups.outputs),
             _Operand(tokens.t(), of_weight.right, groups.inputs),
         ]
-    quantized = list(_quantize_together(*operands))
-    dw = dx = None
-    if needs_weight:
-        *quantized, left, right = quantized
-        dw = multiply(left, right, weight.dtype, kernels)
+    quantized = _quantize_together(*operands)
+    dx = dw = None
     if needs_input:
-        dx = multiply(*quantized, ctx.dtype, kernels).reshape(ctx.shape)
+        dx = multiply(next(quantized), next(quantized), ctx.dtype, kernels).reshape(ctx.shape)
+    if needs_weight:
+        dw = multiply(next(quantized), next(quantized), weight.dtype, kernels)
     return dx, dw
 
 

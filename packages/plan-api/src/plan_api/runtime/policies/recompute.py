@@ -25,7 +25,13 @@ _aten = torch.ops.aten
 # Operators with the most FLOPs per byte of output: matrix products and fused attention, as in
 # torchtitan/distributed/activation_checkpoint.py.
 _PRODUCTS = frozenset(
-    {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten._scaled_mm.default,
+    }
 )
 _ATTENTION = frozenset(
     {
