@@ -181,14 +181,6 @@ def _sizes_of_params(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> Sh
     )
 
 
-def _install_routers(
-    model: nn.Module, sites: Sequence[Site], lowered: Lowered, mesh: DeviceMesh
-) -> Iterator[RemovableHandle]:
-    yield from install_router_loss(model, sites, lowered.indices, mesh, "static")
-    yield from install_router_z_loss(model, sites, lowered.indices, mesh, "static")
-    yield from install_expert_capacity(model, lowered.sites, mesh)
-
-
 def _install_site(
     site: Site,
     model: nn.Module,

@@ -181,8 +181,8 @@ class PartialProduct(torch.autograd.Function):
         computed, ctx.computed = ctx.computed, None
         if computed is None:
             computed = _GradOfProduct(*ctx.saved_tensors)
-        grads: tuple[Any, ...] = computed.grads(ctx, grad)
-        return grads
+        found: tuple[Any, ...] = computed.grads(ctx, grad)
+        return found
 
 
 class ReducedProduct(torch.autograd.Function):
