@@ -8,7 +8,8 @@ those that leave a rank in a step; processor time is that of a rank's process, i
 threads included, the mean over ranks of the median over rounds.
 
 The matrix products of a step alone, six for each expert, are measured in the same rounds: in a loop
-over views of the experts, and by `torch.nn.functional.grouped_mm`. No step takes less than these.
+over views of the experts, and by `torch.nn.functional.grouped_mm`; and the module alone, on rows
+of a rank in their order, without a plan. No step takes less than these.
 
 Overlap is measured with a network that the benchmark adds (`Network`): an all-to-all takes 0.2 ms
 longer, and the time of its bytes at a speed at which those of a step take half as long as the step
@@ -22,7 +23,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -119,16 +120,17 @@ class Network(TorchDispatchMode):
         return others * rows[:1].numel() * rows.itemsize
 
 
-class Products:
-    """The matrix products of a rank's step, for as many rows of each expert as the step has.
+class Parts:
+    """What a rank's step cannot be without, for as many rows of each expert as it has.
 
     Args:
         layer: any.
+        implementation: of the experts.
         chosen: the choices of this rank's tokens.
         mesh: of the ranks.
     """
 
-    def __init__(self, layer, chosen, mesh):
+    def __init__(self, layer, implementation, chosen, mesh):
         everywhere = DTensor.from_local(chosen, mesh, [Shard(0)]).full_tensor()
         size = layer.experts // mesh.size()
         first = mesh.get_rank() * size
@@ -139,6 +141,14 @@ class Products:
         self.up_grad, self.gated = torch.randn(rows, 2 * hidden), torch.randn(rows, hidden)
         self.up = torch.randn(size, 2 * hidden, layer.features)
         self.down = torch.randn(size, layer.features, hidden)
+        self.module = experts_of(replace(layer, experts=size), implementation)
+        self.experts = torch.arange(size).repeat_interleave(counts[first : first + size])
+
+    def module_alone(self):
+        self.module.zero_grad()
+        x, weights = self.x.detach(), torch.ones(len(self.x), 1)
+        out = self.module(x.requires_grad_(), self.experts[:, None], weights.requires_grad_())
+        out.backward(self.out_grad)
 
     def views(self):
         made = [torch.empty_like(one) for one in (self.up_grad, self.x, self.gated, self.x)]
@@ -173,6 +183,7 @@ class RankResult:
         seconds: processor time of each round.
         view_seconds: processor time of the products alone, in a loop over views, of each round.
         grouped_seconds: the same, by grouped_mm.
+        module_seconds: processor time of the module alone, of each round.
         wall_seconds: time of each round.
         network_seconds: that a `Network` added to all-to-alls, of each round.
         overlapped_seconds: time of each round with a `Network`.
@@ -184,6 +195,7 @@ class RankResult:
     seconds: list[float]
     view_seconds: list[float]
     grouped_seconds: list[float]
+    module_seconds: list[float]
     wall_seconds: list[float]
     network_seconds: list[float]
     overlapped_seconds: list[float]
@@ -209,15 +221,15 @@ def measure_rank(layer, implementation, chunks, rounds):
         out = module(x.requires_grad_(), chosen, weights.requires_grad_())
         out.to_local().backward(torch.ones_like(x.to_local()))
 
-    products = Products(layer, chosen, mesh)
-    product_seconds = {"views": [], "grouped_mm": []}
+    parts = Parts(layer, implementation, chosen, mesh)
+    part_seconds = {"views": [], "grouped_mm": [], "module_alone": []}
     seconds, wall_seconds = [], []
     for number in range(rounds + 1):
-        for name, of_kind in product_seconds.items():
+        for name, of_part in part_seconds.items():
             start = time.process_time()
-            getattr(products, name)()
+            getattr(parts, name)()
             if number:
-                of_kind.append(time.process_time() - start)
+                of_part.append(time.process_time() - start)
         dist.barrier()
         start = time.process_time(), time.perf_counter()
         step()
@@ -240,7 +252,7 @@ def measure_rank(layer, implementation, chunks, rounds):
         hidden.append(1 - network.waited / network.added)
     return RankResult(
         seconds,
-        *product_seconds.values(),
+        *part_seconds.values(),
         wall_seconds,
         network_seconds,
         overlapped_seconds,
@@ -285,6 +297,7 @@ def summary(ranks):
         "processor_ms": round(1e3 * mean("seconds"), 1),
         "products_ms": round(1e3 * mean("view_seconds"), 1),
         "products_by_grouped_mm_ms": round(1e3 * mean("grouped_seconds"), 1),
+        "module_alone_ms": round(1e3 * mean("module_seconds"), 1),
         "step_ms": round(1e3 * mean("wall_seconds"), 1),
         "network_ms": round(1e3 * mean("network_seconds"), 1),
         "step_with_network_ms": round(1e3 * mean("overlapped_seconds"), 1),

@@ -113,6 +113,8 @@ def plan_of(options: Mapping[str, Any], mesh: DeviceMesh) -> Plan:
         )  # fmt: skip
     if "recompute" in options:
         plan.recompute("mlp", options["recompute"])
+    if "recompute_routed" in options:
+        plan.recompute("routed", options["recompute_routed"])
     if "compile" in options:
         plan.compile("attention", options["compile"])
     if "eager" in options:
@@ -136,8 +138,9 @@ def _shard_batch(plan: Plan, options: Mapping[str, Any]) -> None:
     if dispatched:
         plan.shard(r"routed\.experts\.(up|down)", _ROWS, "dp").local("routed.experts", _ROWS, "dp")
         plan.dispatch(
-            "routed.experts.<in:chosen>", _ROWS, "dp", tokens="x", weights="weights", count="number"
-        )
+            "routed.experts.<in:chosen>", _ROWS, "dp", tokens="x", weights="weights",
+            count="number", chunks=options.get("chunks", 1),
+        )  # fmt: skip
         if options.get("tp") == "sequence":  # experts' tokens are sharded by the batch only
             for name in ("x", "chosen", "weights"):
                 plan.shard(f"routed.experts.<in:{name}>", _REPLICATED, "tp")

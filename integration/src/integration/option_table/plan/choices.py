@@ -245,6 +245,11 @@ PLAN: tuple[Choice, ...] = (
         **_BATCH, experts="dispatch",
     ),
     rank_choice(
+        "dispatch(chunks=2)", "twice as many all-to-alls of tokens",
+        lambda seen, options: seen.experts == 2 and _count(seen.forward, "all_to_all") > 4,
+        **_BATCH, experts="dispatch", chunks=2,
+    ),
+    rank_choice(
         "factory", "what forward makes is cut in halves",
         lambda seen, options: seen.factory_shape == (WIDTH // 2,),
         **_WEIGHTS, factory=True,
@@ -260,6 +265,15 @@ PLAN: tuple[Choice, ...] = (
         'recompute("mlp")', "the MLP computes in forward and in backward",
         lambda seen, options: seen.calls[2] == _calls(options),
         recompute="full",
+    ),
+    rank_choice(
+        'recompute("routed", "keep-dispatch")',
+        "the router computes in forward and in backward, which has fewer all-to-alls",
+        lambda seen, options: (
+            seen.router_calls == 2
+            and _count(seen.forward, "all_to_all") > _count(seen.backward, "all_to_all") > 0
+        ),
+        **_BATCH, experts="dispatch", recompute_routed="keep-dispatch",
     ),
     rank_choice(
         'compile("attention", "aot_eager")', "attention is one graph of torch.compile",

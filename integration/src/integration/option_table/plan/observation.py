@@ -60,6 +60,7 @@ class PlanObservation:
         same_grad: whether the gradient of the MLP's input is equal on all ranks.
         experts: number of experts that this rank loops over; None without experts.
         experts_plain: whether experts compute on plain tensors.
+        router_calls: number of forwards of the router.
         factory_shape: local shape of the tensor that forward creates.
         dropped: share of zeros after dropout.
         weights_before: whether the model had memory for weights before `parallelize`.
@@ -89,6 +90,7 @@ class PlanObservation:
     same_grad: bool
     experts: int | None
     experts_plain: bool
+    router_calls: int
     factory_shape: tuple[int, ...]
     dropped: float
     weights_before: bool
@@ -143,7 +145,8 @@ class _PlanHooks:
 
     def __init__(self, model: PlanModel) -> None:
         self.values: dict[str, Any] = {
-            "experts": None, "experts_plain": False, "factory_shape": (), "same_grad": True,
+            "experts": None, "experts_plain": False, "router_calls": 0, "factory_shape": (),
+            "same_grad": True,
         }  # fmt: skip
         self._model = model
         self._before("is_plain", model.first, lambda x: not isinstance(x, DTensor))
@@ -159,6 +162,7 @@ class _PlanHooks:
         model.first.register_forward_hook(lambda module, args, out: self._on_grad(out))
         if isinstance(model.routed, RoutedExperts):
             experts = model.routed.experts
+            model.routed.router.register_forward_pre_hook(self._count_router)
             self._before("experts_plain", experts, lambda x: not isinstance(x, DTensor))
             self._after("experts", experts, lambda x: experts.seen)
         if isinstance(model.positions, ScaledByPosition):
@@ -175,6 +179,9 @@ class _PlanHooks:
             lambda module, args, out: self.values.__setitem__(name, find(out))
         )
 
+    def _count_router(self, *_: Any) -> None:
+        self.values["router_calls"] += 1
+
     def _on_grad(self, out: Tensor) -> None:
         if out.requires_grad:
             out.register_hook(self._in_backward)
@@ -190,7 +197,7 @@ def _train(model: PlanModel, watch: _PlanHooks) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
     seen: dict[str, Any] = {"calls": ()}
     for step in range(_STEPS):
-        before = CountedMlp.calls
+        before, watch.values["router_calls"] = CountedMlp.calls, 0
         optimizer.zero_grad()
         x = _batch(step)
         with CommLog() as log:
