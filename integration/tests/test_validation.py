@@ -79,6 +79,12 @@ PAIRS = {
         {"activation_checkpointing": "selective-layer"},
         "--activation-checkpointing full",
     ),
+    "precision_exclude": (
+        {"precision_exclude": "model.*"},
+        {"precision": "mxfp8"},
+        "--precision none",
+    ),
+    "precision": (PIPELINE | {"precision": "mxfp8"}, {"pp_degree": 1, "ranks": 1}, "--pp-degree 2"),
     "checkpoint_async": ({"checkpoint_async": True}, {"checkpoint_every": 5}, "--checkpoint-every"),
     "keep_checkpoints": (
         {"keep_checkpoints": 2, "final_checkpoint": False},

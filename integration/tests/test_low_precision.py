@@ -1,0 +1,125 @@
+"""Training with --precision: near the losses without, and with one loss in layouts of data."""
+
+import pytest
+
+from integration.errors import UsageError
+from integration.models import DECODERS, build_model
+from integration.systems import SYSTEM_NAMES, get_system
+from integration.systems.base import LayerPolicies
+from integration.train.config import TrainConfig, parse_config
+from integration.train.model.precision import use_precision
+from integration.train.validation import validate
+
+pytestmark = [
+    # On CPUs these run in plain torch.
+    pytest.mark.filterwarnings("ignore:torch has no kernel for"),
+    pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete"),
+]
+
+RECIPES = ("float8-tensorwise", "float8-rowwise", "mxfp8")
+
+
+def _in_blocks(family, folder):
+    """The config.json of a model whose sizes are multiples of 128."""
+    from transformers import LlamaConfig, MixtralConfig
+
+    config = {"llama": LlamaConfig, "mixtral": MixtralConfig}[family](
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=256,
+        architectures=[f"{family.title()}ForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    return str(folder / "config.json")
+
+
+@pytest.mark.ranks
+def test_losses_are_near_those_without_and_not_the_same(train_runs, tmp_path):
+    small = {"global_batch": 2}
+    runs = [small | {"precision": recipe} for recipe in ("none", *RECIPES)]
+    exclude = {"precision": "mxfp8", "precision_exclude": r".*\.(mlp|self_attn)\..*"}
+    runs.append(small | exclude)
+    without, *low, head_only = train_runs(1, runs, out=tmp_path, steps=2)
+    for losses in (*low, head_only):
+        assert losses == pytest.approx(without, abs=5e-3)  # measured: 8e-4
+    assert len({losses[0] for losses in (without, *low, head_only)}) == 5
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "float8-rowwise",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("float8-tensorwise", "mxfp8")),
+    ],
+)
+def test_layouts_of_data_parallelism_have_the_same_losses(recipe, train_runs, tmp_path):
+    base = {"system": "plan", "precision": recipe}
+    layouts = (
+        {"dp_shard": 2},
+        {"dp_replicate": 2, "static": True},
+        {"dp_shard": 2, "placements": "zero2", "static": True},
+    )
+    first, *others = train_runs(2, [base | one for one in layouts], out=tmp_path, steps=2)
+    assert others == [first, first]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_tensor_parallel_losses_are_near_those_of_one_device(train_runs, tmp_path):
+    """Scales are those of one device; sums over ranks round otherwise."""
+    for recipe in RECIPES:
+        options = {"precision": recipe, "global_batch": 2}
+        (one,) = train_runs(1, [options], out=tmp_path)
+        degrees = {"system": "plan", "tp": 2, "sp": True}
+        runs = [options | degrees | {"static": static} for static in (False, True)]
+        eager, static = train_runs(2, runs, out=tmp_path)
+        assert eager == static == pytest.approx(one, abs=1e-3)
+
+
+def test_blocks_that_do_not_fit_are_refused_before_the_model_changes():
+    model = build_model(DECODERS["llama-tiny"], seed=0)
+    policies = LayerPolicies(precision="float8-block", precision_exclude="lm_head")
+    with pytest.raises(UsageError, match=r"--precision float8-block: .*\(64, 64\); the nearest"):
+        use_precision(model, policies, "cpu")
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("system", SYSTEM_NAMES)
+def test_systems_without_recipes_are_refused(system):
+    ranks = 1 if system == "single" else 2
+    config = TrainConfig(
+        model="llama-tiny", system=system, ranks=ranks, precision="mxfp8",
+        dp_shard=ranks if get_system(system).accepts_degrees else 1,
+    )  # fmt: skip
+    if get_system(system).supports_precision:
+        assert validate(config).system.layer_policies.precision == "mxfp8"
+        return
+    with pytest.raises(UsageError, match=r"does not support --precision mxfp8; .*single, plan"):
+        validate(config)
+
+
+def test_a_pattern_with_an_error_is_refused():
+    with pytest.raises((UsageError, SystemExit)):
+        parse_config(["--precision", "mxfp8", "--precision-exclude", "("])
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_hundred_steps_follow_the_curve_of_bfloat16(family, train_runs, tmp_path):
+    """The mean loss of every ten steps is within 1e-2 of that of bfloat16, relative to it."""
+    base = {"model": _in_blocks(family, tmp_path), "dtype": "bf16", "micro_batch": 8}
+    base |= {"learning_rate": 3e-4, "warmup_steps": 10}
+    recipes = ("none", "float8-block", *RECIPES)
+    runs = [base | {"precision": one} for one in recipes]
+    curves = [
+        [sum(losses[step : step + 10]) / 10 for step in range(0, 100, 10)]
+        for losses in train_runs(1, runs, out=tmp_path / "run", steps=100)
+    ]
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], rel=1e-2)
+        assert curve != curves[0]
