@@ -13,7 +13,6 @@ from plan_api.inspect.view import view
 from plan_api.installation import Installed, installed, uninstall
 from plan_api.lowering.ir import Lowered
 from plan_api.lowering.lower import lower
-from plan_api.ops.expert_capacity import limit_expert_capacity
 from plan_api.ops.low_precision.recipes import (
     MXFP8,
     RECIPES,
@@ -22,7 +21,8 @@ from plan_api.ops.low_precision.recipes import (
     Float8Tensorwise,
 )
 from plan_api.ops.redistribute import redistribute
-from plan_api.ops.router_z_loss import RouterZLoss, add_router_z_loss
+from plan_api.ops.routers.capacity import limit_expert_capacity
+from plan_api.ops.routers.z_loss import RouterZLoss, add_router_z_loss
 from plan_api.plan import Plan
 from plan_api.runtime.deferred_init import deferred_init
 from plan_api.runtime.hooks import is_validating

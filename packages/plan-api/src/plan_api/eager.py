@@ -15,11 +15,11 @@ from plan_api.context_parallel.attention import (
 )
 from plan_api.context_parallel.reorder import SequenceReorder, install_label_shifts
 from plan_api.lowering.ir import ExpertIndices, OpKind, Schedule, Site, SiteStep
-from plan_api.ops.expert_capacity import install_expert_capacity
 from plan_api.ops.local_region import install_regions
 from plan_api.ops.overlap import OverlappedSites
-from plan_api.ops.router_loss import install_router_loss
-from plan_api.ops.router_z_loss import install_router_z_loss
+from plan_api.ops.routers.auxiliary_loss import install_router_loss
+from plan_api.ops.routers.capacity import install_expert_capacity
+from plan_api.ops.routers.z_loss import install_router_z_loss
 from plan_api.runtime.hooks import SiteCoverage, TensorTransform, install_site_hook
 from plan_api.runtime.redistribute import Redistribution
 from plan_api.runtime.state import use_unsharded_params

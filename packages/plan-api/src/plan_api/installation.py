@@ -17,8 +17,8 @@ from plan_api.lowering.ir import Lowered
 from plan_api.lowering.lower import lower
 from plan_api.lowering.overlap import Overlap, check_overlaps, find_overlaps
 from plan_api.lowering.validate import check_buckets
-from plan_api.ops.expert_capacity import check_expert_capacity
 from plan_api.ops.overlap import OverlappedSites
+from plan_api.ops.routers.capacity import check_expert_capacity
 from plan_api.options import ParallelizeOptions, warn_of_slow_planning
 from plan_api.patches import install_patches, uninstall_patches
 from plan_api.plan import Plan

@@ -21,11 +21,11 @@ from plan_api.context_parallel.reorder import install_label_shifts
 from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site, gradient_placements
 from plan_api.lowering.model_names import named_state
 from plan_api.lowering.overlap import Overlap
-from plan_api.ops.expert_capacity import install_expert_capacity
 from plan_api.ops.expert_indices import install_expert_indices
 from plan_api.ops.overlap import OverlappedSites
-from plan_api.ops.router_loss import install_router_loss
-from plan_api.ops.router_z_loss import install_router_z_loss
+from plan_api.ops.routers.auxiliary_loss import install_router_loss
+from plan_api.ops.routers.capacity import install_expert_capacity
+from plan_api.ops.routers.z_loss import install_router_z_loss
 from plan_api.options import ParallelizeOptions
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.ir import ExpertIndices, Site
-from plan_api.ops.routers import RouterTokens, axes_of_loss, router_tokens, with_value
+from plan_api.ops.routers.tokens import RouterTokens, axes_of_loss, router_tokens, with_value
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.hooks import register_always_called
 

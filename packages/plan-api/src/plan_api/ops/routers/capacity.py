@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.ir import HookPoint, OpKind, Site, SiteStep
 from plan_api.lowering.model_names import is_inside
-from plan_api.ops.routers import check_before_parallelize, routers_of
+from plan_api.ops.routers.tokens import check_before_parallelize, routers_of
 from plan_api.spec.axes import axis_names
 
 __all__ = ["check_expert_capacity", "install_expert_capacity", "limit_expert_capacity"]

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from plan_api import Plan, add_router_z_loss, installed, parallelize, zoo
-from plan_api.ops.routers import routers_of
+from plan_api.ops.routers.tokens import routers_of
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, CommLog, models, run_ranks
 
 COEFFICIENT = 0.2  # large, so that a wrong loss is no rounding

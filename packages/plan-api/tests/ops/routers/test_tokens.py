@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from plan_api import Plan, lower, zoo
-from plan_api.ops.routers import router_tokens, routers_of
+from plan_api.ops.routers.tokens import router_tokens, routers_of
 from testkit import models
 
 

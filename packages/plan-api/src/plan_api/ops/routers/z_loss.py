@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.ir import ExpertIndices, Site
-from plan_api.ops.routers import (
+from plan_api.ops.routers.tokens import (
     RouterTokens,
     check_before_parallelize,
     router_tokens,

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from plan_api import Plan, limit_expert_capacity, parallelize, zoo
-from plan_api.ops.routers import routers_of
+from plan_api.ops.routers.tokens import routers_of
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, CommLog, models, run_ranks
 
 FACTOR = 0.75
