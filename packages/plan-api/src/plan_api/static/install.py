@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,13 +112,7 @@ def install_static(
     for path, indices in lowered.indices.items():
         if not lowered.runs_on_dtensors(path):
             handles += install_expert_indices(model.get_submodule(path), indices, mesh, path)
-    attention = attention_calls(sites, mesh, is_static=True)
-    handles += check_attention_is_called(model, attention)
-    for site in sites:
-        if site.hook_point is HookPoint.OPERATOR:
-            module, calls = model.get_submodule(site.path), attention.pop(site.path, None)
-            handles += install_operators(site, module, mesh, types, sizes, calls)
-    handles += install_context_parallel(model, attention)
+    handles += _install_functions(sites, model, mesh, types, sizes)
     handles += install_label_shifts(model, sites)
     handles += install_router_loss(model, sites, lowered.indices, mesh, "static")
     # After the hooks of sites, some of which redistribute unsharded parameters.
@@ -175,6 +169,23 @@ def _install_site(
         return [install_site_hook(site, module, transforms, coverage)]
     coverage.record(site)
     return []
+
+
+def _install_functions(
+    sites: Sequence[Site],
+    model: nn.Module,
+    mesh: DeviceMesh,
+    types: SiteTypes | None,
+    sizes: ShardSizes,
+) -> Iterator[RemovableHandle]:
+    """Replaces operators that the plan annotates, and attention over sharded sequences."""
+    attention = attention_calls(sites, mesh, is_static=True)
+    yield from check_attention_is_called(model, attention)
+    for site in sites:
+        if site.hook_point is HookPoint.OPERATOR:
+            module, calls = model.get_submodule(site.path), attention.pop(site.path, None)
+            yield from install_operators(site, module, mesh, types, sizes, calls)
+    yield from install_context_parallel(model, attention)
 
 
 def _redistribute_params(
