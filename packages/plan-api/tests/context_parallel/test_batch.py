@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from plan_api import AttentionMask, attention_mask, parallelize, zoo
+from plan_api import AttentionMask, Plan, attention_mask, lower, parallelize, zoo
 from plan_api.context_parallel import SequenceSharding
 from plan_api.context_parallel.batch import current_batch, order_of
-from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
+from plan_api.context_parallel.reorder import SequenceReorder
+from plan_api.lowering.ir import OpKind
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
 
 LENGTH = 13
 MASKS = [
@@ -153,3 +155,23 @@ def test_orders_within_a_block_are_those_of_its_batch():
         order_of(sharding, 12, "x")
     with pytest.raises(ValueError, match=r"x: expected .*multiple of 4.*attention_mask\(mask\)"):
         order_of(sharding, 313, "x")
+
+
+@pytest.mark.parametrize("order", ["balanced", "contiguous"])
+def test_outputs_that_all_ranks_have_are_restored(order):
+    """An input is padded and reordered, and an output put back, without communication."""
+    with fake_mesh((2,), ("cp",)) as mesh:
+        plan = Plan(mesh).context("", "cp", order=order)
+        plan.sequence("<in>", "cp", order=order).sequence("<out>", "cp", order=order)
+        begin, end = (
+            SequenceReorder(step, mesh, site)
+            for site in lower(plan, torch.nn.Identity()).sites
+            for step in site.steps
+            if step.kind is OpKind.ORDER
+        )
+        whole = torch.arange(2 * 313).view(2, 313)
+        with attention_mask(AttentionMask.of_lengths([300, 13])):
+            padded = begin(whole)
+            assert padded.shape[1] % 2 == 0
+            assert torch.equal(padded.sort().values[:, -313:], whole.sort().values)
+            assert torch.equal(end(padded), whole)

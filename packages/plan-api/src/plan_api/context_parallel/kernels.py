@@ -296,15 +296,15 @@ class _Operators(AttentionKernel):
         weights = (self._scores(query, key, options) - output.lse.unsqueeze(-1)).exp()
         dtype = weights.dtype
         grad, out = grad.to(dtype), output.out.to(dtype)
-        grad_weights, kept = grad @ value.to(dtype).mT, weights
+        grad_weights, dropped = grad @ value.to(dtype).mT, weights
         if options.factors is not None:
-            grad_weights, kept = grad_weights * options.factors, weights * options.factors
+            grad_weights, dropped = grad_weights * options.factors, weights * options.factors
         grad_weights = grad_weights - (grad * out).sum(-1, keepdim=True)
         grad_scores = weights * grad_weights * self._scale
         return AttentionGradients(
             (grad_scores @ key.to(dtype)).to(query.dtype),
             (grad_scores.mT @ query.to(dtype)).to(key.dtype),
-            (kept.mT @ grad).to(value.dtype),
+            (dropped.mT @ grad).to(value.dtype),
         )
 
     def _scores(self, query: torch.Tensor, key: torch.Tensor, options: TileOptions) -> torch.Tensor:
