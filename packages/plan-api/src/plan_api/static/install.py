@@ -105,10 +105,7 @@ def install_static(
             model, path, lowered.sites, lowered.indices, mesh, coverage, sizes
         )
     sites = static_sites(model, lowered, mesh)
-    overlapped = OverlappedSites(overlaps, model, mesh, sizes)
-    handles += _install_sites(
-        sites, model, mesh, coverage, call_coverage, types, sizes, overlapped
-    )  # fmt: skip
+    handles += _install_sites(sites, model, mesh, coverage, call_coverage, types, sizes, overlaps)
     handles += install_factories(model, lowered.sites, mesh, lowered.runs_on_dtensors, types, sizes)
     for path, indices in lowered.indices.items():
         if not lowered.runs_on_dtensors(path):
@@ -159,9 +156,10 @@ def _install_sites(
     call_coverage: CallCoverage,
     types: SiteTypes | None,
     sizes: ShardSizes,
-    overlapped: OverlappedSites,
+    overlaps: Sequence[Overlap],
 ) -> Iterator[RemovableHandle]:
     """Installs the hooks of sites on parameters, inputs and outputs, and Linears beside them."""
+    overlapped = OverlappedSites(overlaps, model, mesh, sizes)
     for site in sites:
         if site.hook_point is not HookPoint.OPERATOR:
             yield from _install_site(
