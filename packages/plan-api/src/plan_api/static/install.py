@@ -111,13 +111,7 @@ def install_static(
             model, path, lowered.sites, lowered.indices, mesh, coverage, sizes
         )
     sites = static_sites(model, lowered, mesh)
-    overlapped = OverlappedSites(overlaps, model, mesh, sizes)
-    for site in sites:
-        if site.hook_point is not HookPoint.OPERATOR:
-            handles += _install_site(
-                site, model, mesh, coverage, call_coverage, types, sizes, overlapped
-            )
-    handles += overlapped.install()
+    handles += _install_sites(sites, model, mesh, coverage, call_coverage, types, sizes, overlaps)
     handles += install_factories(model, lowered.sites, mesh, lowered.runs_on_dtensors, types, sizes)
     for path, indices in lowered.indices.items():
         if not lowered.runs_on_dtensors(path):
@@ -129,9 +123,9 @@ def install_static(
     unsharding = install_unsharding(model, lowered)
     unsharded = tuple(unsharding.params.values())
     handles += unsharding.handles
-    reduces_at_end = any(schedule.reduces_at_end for schedule in schedules.values())
     gradients = LocalParamGradients(
-        model, local_params, unsharding.params, reduces_at_end,
+        model, local_params, unsharding.params,
+        any(schedule.reduces_at_end for schedule in schedules.values()),
         gradient_placements(lowered.sites), coverage, options.fused_mb, reduced_by_fsdp,
         warns=options.warns,
     )  # fmt: skip
@@ -179,6 +173,26 @@ def _sizes_of_params(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> Sh
     return ShardSizes(
         mesh, ((schedule.run, shapes[name]) for name, schedule in lowered.schedules.items())
     )
+
+
+def _install_sites(
+    sites: Sequence[Site],
+    model: nn.Module,
+    mesh: DeviceMesh,
+    coverage: SiteCoverage,
+    call_coverage: CallCoverage,
+    types: SiteTypes | None,
+    sizes: ShardSizes,
+    overlaps: Sequence[Overlap],
+) -> Iterator[RemovableHandle]:
+    """Installs the hooks of sites on parameters, inputs and outputs, and Linears beside them."""
+    overlapped = OverlappedSites(overlaps, model, mesh, sizes)
+    for site in sites:
+        if site.hook_point is not HookPoint.OPERATOR:
+            yield from _install_site(
+                site, model, mesh, coverage, call_coverage, types, sizes, overlapped
+            )
+    yield from overlapped.install()
 
 
 def _install_site(

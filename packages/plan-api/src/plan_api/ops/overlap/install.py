@@ -90,8 +90,9 @@ class OverlappedSites:
             for module in region.modules:
                 yield ReplacedForward(module, region.forward)
             module = self._model.get_submodule(region.overlap.path)
-            yield module.register_forward_hook(region.end)
-            yield register_always_called(module, region.clear)
+            # Functions, as a copy of the model would copy the owner of a method.
+            yield module.register_forward_hook(lambda *_, region=region: region.end())
+            yield register_always_called(module, lambda *_, region=region: region.clear())
 
 
 class _Region:
@@ -135,10 +136,11 @@ class _Region:
         """Replaces the forward of a Linear."""
         raise NotImplementedError
 
-    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def end(self) -> None:
         """Takes note of what was computed in vain, at the end of a call of the site's module."""
+        raise NotImplementedError
 
-    def clear(self, *_: Any) -> None:
+    def clear(self) -> None:
         """Forgets the tensors of a call, which may have failed."""
         raise NotImplementedError
 
@@ -271,7 +273,7 @@ class _InputRegion(_Region):
             return self._outputs.pop(id(module))
         return type(module).forward(module, tensor)  # type: ignore[no-any-return]
 
-    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def end(self) -> None:
         """Leaves Linears out of the next call that did not take the gathered input."""
         for number, one in enumerate(self.modules):
             if id(one) in self._outputs and number not in self._unused:
@@ -282,7 +284,7 @@ class _InputRegion(_Region):
                     self.overlap.axis, self.overlap.linears[number], self._name,
                 )  # fmt: skip
 
-    def clear(self, *_: Any) -> None:
+    def clear(self) -> None:
         """Forgets the tensors of a call."""
         self._whole, self._outputs = None, {}
 
@@ -339,7 +341,7 @@ class _OutputRegion(_Region):
             total = DTensor.from_local(total, self._mesh, placements, run_check=False)
         return total  # type: ignore[no-any-return]
 
-    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def end(self) -> None:
         """Leaves the sum out of the next call if the module did not return the product."""
         if self._sums and not self._is_unused:
             self._is_unused = True
@@ -348,7 +350,7 @@ class _OutputRegion(_Region):
                 self.overlap.axis, self.overlap.path or "the model", self.overlap.linears[0],
             )  # fmt: skip
 
-    def clear(self, *_: Any) -> None:
+    def clear(self) -> None:
         """Forgets the tensors of a call."""
         self._part = self._local_part = None
         self._sums = []

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.profiler import record_function
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from plan_api.ops.autocast import cast_down
 from plan_api.ops.overlap.transfer import Peers, RowExchange, RowReduction, Transfer
@@ -27,6 +27,8 @@ __all__ = ["GatheredProducts", "PartialProduct", "Placing", "ReducedProduct"]
 # Into how many parts a product is split whose sum is replicated: all but the last one are sent
 # while others are computed.
 _ALL_REDUCED_PARTS = 4
+# From how many rows on a product of one sequence takes as long as its part of a larger product.
+_LONG_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,10 @@ class Placing:
     dim: int | None
     context: StepContext
 
-    def rows(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """Returns a rank's part of a tensor that is not sharded, as a view."""
+    def rows(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns the part of each rank of a tensor that is not sharded, as views."""
         assert self.dim is not None
-        length = tensor.shape[self.dim] // self.peers.size
-        return tensor.narrow(self.dim, rank * length, length)
+        return tensor.chunk(self.peers.size, self.dim)
 
     def begin_sum(self, tensor: torch.Tensor) -> Transfer:
         """Begins to sum a tensor of all ranks."""
@@ -129,14 +130,14 @@ def _gathered_products(
     assert dim is not None
     shape[dim] *= placing.peers.size
     whole, outputs = tensor.new_empty(shape), dict[int, torch.Tensor]()
-    for rank, shard in RowExchange(tensor, placing.peers):
+    for rank, shard in RowExchange(tensor, placing.rows(whole), placing.peers):
         with record_function("overlap: compute"):
             for number in used:
-                rows = _product(shard, *params[2 * number :][:2])
+                weight, bias = params[2 * number :][:2]
+                assert weight is not None
                 if number not in outputs:
-                    outputs[number] = rows.new_empty([*shape[:-1], rows.shape[-1]])
-                placing.rows(outputs[number], rank).copy_(rows)
-            placing.rows(whole, rank).copy_(shard)
+                    outputs[number] = weight.new_empty([*shape[:-1], weight.shape[0]])
+                _product(shard, weight, bias, placing.rows(outputs[number])[rank])
     return whole, outputs
 
 
@@ -181,8 +182,8 @@ class PartialProduct(torch.autograd.Function):
         computed, ctx.computed = ctx.computed, None
         if computed is None:
             computed = _GradOfProduct(*ctx.saved_tensors)
-        found: tuple[Any, ...] = computed.grads(ctx, grad)
-        return found
+        of_arguments: tuple[Any, ...] = computed.grads(ctx, grad)
+        return of_arguments
 
 
 class ReducedProduct(torch.autograd.Function):
@@ -236,12 +237,12 @@ class _GradOfProduct:
             self._grad_tensor = torch.empty_like(
                 self._tensor, memory_format=torch.contiguous_format
             )
-        for rank, shard in RowExchange(grad, placing.peers):
+        exchange = RowExchange(grad, placing.rows(self.grad_output), placing.peers)
+        for rank, shard in exchange:
             with record_function("overlap: compute"):
                 if self._grad_tensor is not None:
-                    rows = _grad_of_input(shard, self._weight, self._tensor.dtype)
-                    placing.rows(self._grad_tensor, rank).copy_(rows)
-                placing.rows(self.grad_output, rank).copy_(shard)
+                    out = placing.rows(self._grad_tensor)[rank]
+                    _grad_of_input(shard, self._weight, self._tensor.dtype, out)
 
     def grads(self, ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         """Returns the gradients of the arguments of `PartialProduct`."""
@@ -262,17 +263,16 @@ def _scattered_product(
     tensor: torch.Tensor, placing: Placing, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a product, and this rank's rows of its sum over ranks."""
-    reduction, output = RowReduction(placing.peers), None
-    for rank in (*reduction.destinations(), placing.peers.rank):
+    reduction = RowReduction(placing.peers)
+    output = weight.new_empty([*tensor.shape[:-1], weight.shape[0]])
+    rows, products = placing.rows(tensor), placing.rows(output)
+    for rank in reduction.destinations():
         with record_function("overlap: compute"):
-            rows = _product(placing.rows(tensor, rank), weight, bias)
-            if rank != placing.peers.rank:
-                reduction.send(rows)
-            if output is None:
-                output = rows.new_empty([*tensor.shape[:-1], rows.shape[-1]])
-            placing.rows(output, rank).copy_(rows)
-    assert output is not None
-    return output, reduction.sum(rows)
+            reduction.send(_product(rows[rank], weight, bias, products[rank]))
+    own = placing.peers.rank
+    with record_function("overlap: compute"):
+        _product(rows[own], weight, bias, products[own])
+    return output, reduction.sum(products[own])
 
 
 def _all_reduced_product(
@@ -287,24 +287,60 @@ def _all_reduced_product(
     return torch.cat(parts, dim), torch.cat([transfer.wait() for transfer in transfers], dim)
 
 
-def _product(
-    tensor: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Computes a Linear of all rows in one product, which torch may split otherwise."""
-    assert weight is not None
-    flat = cast_down(tensor.reshape(-1, tensor.shape[-1]))[0]
-    rows = F.linear(flat, weight, bias)
-    return rows.view(*tensor.shape[:-1], rows.shape[-1])
-
-
 def _cast(*params: Any) -> Any:
     """Casts parameters to the dtype of autocast, once for all rows."""
     return tuple(None if param is None else cast_down(param)[0] for param in params)
 
 
-def _grad_of_input(grad: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    rows = grad.reshape(-1, grad.shape[-1]).mm(weight.to(grad.dtype))
-    return rows.view(*grad.shape[:-1], weight.shape[1]).to(dtype)
+def _product(
+    tensor: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes a Linear; into a view, if one is given, which is returned then."""
+    assert weight is not None
+    return _multiplied(cast_down(tensor)[0], weight.t(), bias, out)
+
+
+def _grad_of_input(
+    grad: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Computes the gradient of a Linear's input, as `_product`."""
+    weight = weight.to(grad.dtype)
+    if out is not None and dtype != grad.dtype:
+        return out.copy_(_multiplied(grad, weight, None, None))
+    return _multiplied(grad, weight, None, out).to(dtype)
+
+
+def _multiplied(
+    tensor: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiplies all rows in one product, or those of each sequence in the place of the result."""
+    if out is not None and _has_long_blocks(out):
+        rows, outs = ((tensor,), (out,)) if out.ndim == 2 else (tensor.unbind(), out.unbind())
+        for one, target in zip(rows, outs, strict=True):
+            if bias is None:
+                torch.mm(one, matrix, out=target)
+            else:
+                torch.addmm(bias, one, matrix, out=target)
+        return out
+    flat = tensor.reshape(-1, tensor.shape[-1])
+    product = flat.mm(matrix) if bias is None else torch.addmm(bias, flat, matrix)
+    product = product.view(*tensor.shape[:-1], product.shape[-1])
+    return product if out is None else out.copy_(product)
+
+
+def _has_long_blocks(out: torch.Tensor) -> bool:
+    """Whether products are computed in place, which saves copying them.
+
+    Selective recomputation caches products by their operators, of which those with ``out=`` are
+    none.
+    """
+    if _get_current_dispatch_mode() is not None or not 2 <= out.ndim <= 3:
+        return False
+    blocks_are_dense = out.stride()[-2:] == (out.shape[-1], 1)
+    return blocks_are_dense and (out.shape[-2] >= _LONG_BLOCK or out[..., 0, 0].numel() == 1)
 
 
 def _grads_of_params(

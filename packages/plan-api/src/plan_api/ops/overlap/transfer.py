@@ -6,7 +6,7 @@ arrived while the rest is in flight. The bytes are those of an all-gather or a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,15 +55,15 @@ class Peers:
     size: int
     what: str
 
-    def send_receive(self, sent: torch.Tensor, step: int) -> Transfer:
+    def send_receive(self, sent: torch.Tensor, step: int, received: torch.Tensor) -> Transfer:
         """Sends a tensor to the rank that is ``step`` ahead, and receives from that behind.
 
         Args:
             sent: contiguous; of the same shape on all ranks.
             step: from 1 on; all ranks call it in one order of steps.
+            received: contiguous, of the same shape; is the result.
         """
         ahead, behind = (self.rank + step) % self.size, (self.rank - step) % self.size
-        received = torch.empty_like(sent)
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, sent, group=self.group, group_peer=ahead),
@@ -95,18 +95,28 @@ class RowExchange:
 
     Args:
         shard: this rank's; of the same shape on all ranks.
+        rows: views of the gathered tensor, by rank, which are filled.
         peers: the ranks.
     """
 
-    def __init__(self, shard: torch.Tensor, peers: Peers) -> None:
-        self._own, self._peers = shard.contiguous(), peers
-        self._transfers = [peers.send_receive(self._own, step) for step in range(1, peers.size)]
+    def __init__(self, shard: torch.Tensor, rows: Sequence[torch.Tensor], peers: Peers) -> None:
+        self._own, self._rows, self._peers = shard.contiguous(), rows, peers
+        self._transfers = []
+        for step in range(1, peers.size):
+            part = rows[(peers.rank - step) % peers.size]
+            received = part if part.is_contiguous() else torch.empty_like(self._own)
+            self._transfers.append(peers.send_receive(self._own, step, received))
 
     def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields each rank's number and shard, this rank's first."""
-        yield self._peers.rank, self._own
+        rank = self._peers.rank
+        self._rows[rank].copy_(self._own)
+        yield rank, self._own
         for step, transfer in enumerate(self._transfers, 1):
-            yield (self._peers.rank - step) % self._peers.size, transfer.wait()
+            source, shard = (rank - step) % self._peers.size, transfer.wait()
+            if shard is not self._rows[source]:
+                self._rows[source].copy_(shard)
+            yield source, shard
 
 
 class RowReduction:
@@ -129,8 +139,9 @@ class RowReduction:
 
     def send(self, term: torch.Tensor) -> None:
         """Sends a term to the next of `destinations`."""
-        step = len(self._transfers) + 1
-        self._transfers.append(self._peers.send_receive(term.contiguous(), step))
+        step, sent = len(self._transfers) + 1, term.contiguous()
+        received = torch.empty_like(sent)
+        self._transfers.append(self._peers.send_receive(sent, step, received))
 
     def sum(self, own: torch.Tensor) -> torch.Tensor:
         """Waits for the terms of the other ranks, and returns their sum with this rank's."""
