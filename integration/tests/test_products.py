@@ -14,31 +14,33 @@ pytestmark = [
 
 # Some steps are clipped and some are not, so that a factor of all gradients changes losses, too.
 COMMON = {"global_batch": 8, "clip_grad_norm": 2.4, "init": "sharded"}
-DROPOUT = {"dropout": 0.1, "random": "dist-rng"}  # not with context parallelism
+DROPOUT = {"dropout": 0.1, "random": "dist-rng"}
 
-LLAMA, MIXTRAL = {"model": "llama-tiny"}, {"model": "mixtral-tiny"}
+LLAMA, MIXTRAL = {"model": "llama-tiny"} | DROPOUT, {"model": "mixtral-tiny"} | DROPOUT
 SP = {"tp": 2, "sp": True}
 # The options of a product of two kinds on four ranks, and of three on eight.
 PRODUCTS = {
     "FSDP x CP": LLAMA | {"dp_shard": 2, "cp": 2},
     "FSDP x CP, ZeRO-2": LLAMA | {"dp_shard": 2, "cp": 2, "placements": "zero2"},
     "FSDP x CP, static": LLAMA | {"dp_shard": 2, "cp": 2, "static": True},
-    "HSDP x EP": MIXTRAL | {"dp_replicate": 2, "dp_shard": 2, "ep": 2} | DROPOUT,
-    "FSDP x EP": MIXTRAL | {"dp_shard": 4, "ep": 2} | DROPOUT,
+    "HSDP x EP": MIXTRAL | {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    "FSDP x CP with EP of both": MIXTRAL | {"dp_shard": 2, "cp": 2, "ep": 4},
+    "FSDP x CP with EP of FSDP": MIXTRAL | {"dp_shard": 2, "cp": 2, "ep": 2},
+    "FSDP x EP": MIXTRAL | {"dp_shard": 4, "ep": 2},
     "FSDP x CP x TP + SP, loss": LLAMA | {"dp_shard": 2, "cp": 2, "loss_parallel": True} | SP,
     "FSDP x CP x TP + SP, static": LLAMA | {"dp_shard": 2, "cp": 2, "static": True} | SP,
     "HSDP x CP": LLAMA | {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
     "DP x CP x TP + SP": LLAMA | {"dp_replicate": 2, "cp": 2} | SP,
-    "HSDP x TP + SP": LLAMA | {"dp_replicate": 2, "dp_shard": 2} | SP | DROPOUT,
-    "FSDP x EP x TP": MIXTRAL | {"dp_shard": 4, "ep": 2, "tp": 2} | DROPOUT,
-    "HSDP x EP of some": MIXTRAL | {"dp_replicate": 2, "dp_shard": 4, "ep": 2} | DROPOUT,
-    "HSDP x EP x TP": MIXTRAL | {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "tp": 2} | DROPOUT,
-    "FSDP x TP with EP + SP": MIXTRAL | {"dp_shard": 2, "ep": 4, "tp": 4, "sp": True} | DROPOUT,
+    "HSDP x TP + SP": LLAMA | {"dp_replicate": 2, "dp_shard": 2} | SP,
+    "FSDP x EP x TP": MIXTRAL | {"dp_shard": 4, "ep": 2, "tp": 2},
+    "HSDP x EP of some": MIXTRAL | {"dp_replicate": 2, "dp_shard": 4, "ep": 2},
+    "HSDP x EP x TP": MIXTRAL | {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "tp": 2},
+    "FSDP x TP with EP + SP": MIXTRAL | {"dp_shard": 2, "ep": 4, "tp": 4, "sp": True},
 }
 # Of 4 heads three ranks have 2, 2 and none; hidden sizes are uneven, too.
 UNEVEN = {
-    "TP of 3, LLaMA": LLAMA | {"tp": 3, "static": True} | DROPOUT,
-    "TP of 3, Mixtral": MIXTRAL | {"tp": 3, "static": True} | DROPOUT,
+    "TP of 3, LLaMA": LLAMA | {"tp": 3, "static": True},
+    "TP of 3, Mixtral": MIXTRAL | {"tp": 3, "static": True},
     "TP of 3, DiT": {"model": "dit-tiny", "tp": 3, "static": True} | DROPOUT,
 }
 FAST = ("FSDP x CP", "HSDP x EP")

@@ -135,7 +135,32 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             "ulysses: expected --cp 4 x --tp 2 to divide num_key_value_heads = 4, got 8; .* is 1, 2"
             " or 4, or",
         ),
-        ({"system": "plan", "cp": 2, "model": "dit-tiny"}, 2, "--cp: expected a llama"),
+        (
+            {"system": "plan", "cp": 2, "tp": 2, "model": "dit-tiny"},
+            4,
+            "--cp 2: expected --tp 1 for a dit, .* got --tp 2; leave either out",
+        ),
+        (
+            {"system": "plan", "cp": 2, "tp": 2, "model": "gpt-oss-tiny"},
+            4,
+            "--cp 2: expected --tp 1 for a gpt_oss, .* got --tp 2; leave either out",
+        ),
+        (
+            {"system": "plan", "cp": 3, "model": "dit-tiny"},
+            3,
+            "--cp 3: expected a divisor of patches = 16, got 3; --cp 1 would fit",
+        ),
+        (
+            {"system": "plan", "cp": 8, "model": "dit-tiny", "cp_method": "ulysses"},
+            8,
+            "ulysses: expected --cp 8 x --tp 1 to divide num_heads = 4, got 8; .* is 1, 2 or 4, or",
+        ),
+        (
+            {"system": "plan", "model": "mixtral-tiny", "ep": 2, "cp": 4},
+            4,
+            "--ep 2: expected a divisor of --dp-replicate 1, or --cp 4 times one, got 2; --ep 1 or"
+            " 4 would fit",
+        ),
         ({"system": "plan", "zero3": True}, 1, "--zero3: expected --dp-shard of at least 2"),
         (
             {"system": "plan", "zero3": True, "dp_shard": 2, "dp_replicate": 2},

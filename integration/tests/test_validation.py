@@ -1,11 +1,13 @@
 """Options that do not go together or have no effect are refused before a process starts."""
 
+import importlib.util
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
+from integration.device import CPU
 from integration.errors import UsageError
 from integration.train.__main__ import main
 from integration.train.config import TrainConfig
@@ -44,11 +46,6 @@ PAIRS = {
         {"system": "fsdp", "placements": "zero2", "ranks": 2, "pp_degree": 2},
         {"pp_degree": 1},
         "--pp-degree 2",
-    ),
-    "dropout": (
-        {"system": "plan", "cp": 2, "ranks": 2, "dropout": 0.1},
-        {"cp": 1, "ranks": 1},
-        "--cp 2",
     ),
     "init": (
         {"system": "fsdp2", "init": "sharded", "init_from": Path("weights")},
@@ -131,6 +128,33 @@ def test_layers_that_are_not_one_graph_under_plan_are_not_compiled(options, mess
     with pytest.raises(UsageError, match=f"--compile aot_eager: {message}"):
         validate(TrainConfig(**options, compile="aot_eager"))
     validate(TrainConfig(**options))
+
+
+CONTEXT = {"system": "plan", "cp": 2, "ranks": 2, "dropout": 0.1}
+
+
+def test_dropout_of_sharded_sequences_needs_dist_rng_on_a_cpu(monkeypatch):
+    find_spec = importlib.util.find_spec
+    validate(TrainConfig(**TEXT | CONTEXT))
+    with monkeypatch.context() as patch:
+        device = replace(CPU, type="cuda")
+        patch.setattr("integration.train.validation.select_device", lambda *_: device)
+        with pytest.raises(UsageError, match=r"--dropout 0.1: expected --device cpu with --cp 2"):
+            validate(TrainConfig(**TEXT | CONTEXT))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "dist_rng" else find_spec(name)
+    )
+    with pytest.raises(UsageError, match=r"--dropout 0.1 with --cp 2 needs the package dist-rng"):
+        validate(TrainConfig(**TEXT | CONTEXT))
+    validate(TrainConfig(**CONTEXT | {"model": "dit-tiny"}))  # of activations, as beside --tp
+
+
+def test_fingerprints_of_sharded_sequences_have_no_masks():
+    config = TrainConfig(**TEXT | CONTEXT | {"fingerprint": True})
+    with pytest.raises(UsageError, match=r"--fingerprint: expected --cp 1 with --dropout.*--cp 2"):
+        validate(config)
+    validate(replace(config, dropout=0.0))
+    validate(TrainConfig(**CONTEXT | {"model": "dit-tiny", "fingerprint": True}))
 
 
 def test_every_rule_has_a_pair():
@@ -246,10 +270,10 @@ def test_the_command_exits_with_2_before_a_process_starts(ranks, tmp_path, capsy
     monkeypatch.setattr("integration.train.__main__.launch", started)
     monkeypatch.setattr("integration.train.__main__.process_group", started)
     out = str(tmp_path / "run")
-    wrong = ["--system", "plan", "--cp", "2", "--dropout", "0.1"]
+    wrong = ["--system", "plan", "--cp", "2", "--compile", "aot_eager"]
     assert main([*wrong, "--out", out, *ranks]) == 2
     sentence = capsys.readouterr().err
-    assert sentence.startswith("error: --dropout 0.1: expected --cp 1")
+    assert sentence.startswith("error: --compile aot_eager: expected --cp 1")
     assert "got --cp 2; leave either out" in sentence
     assert not (tmp_path / "run").exists()
 

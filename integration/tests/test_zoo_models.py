@@ -1,4 +1,4 @@
-"""Every decoder of the zoo trains as one device does: losses and gradient norms, with dropout."""
+"""Every model of the zoo trains as one device does: losses and gradient norms, with dropout."""
 
 from dataclasses import dataclass
 
@@ -51,7 +51,33 @@ OF_EXPERTS = {
     },
     8: {"FSDP x EP x TP": {"dp_shard": 4, "ep": 2, "tp": 2}},
 }
-OF_CONTEXT = {2: {"CP": {"cp": 2}}, 4: {"CP x TP + SP, static": SP | {"cp": 2, "static": True}}}
+# Products that shard sequences; some models have none beside TP.
+SHARDING_SEQUENCES = (*MODELS, "llama-tiny", "mixtral-tiny", "dit-tiny")
+WITHOUT_TP = ("gpt-oss-tiny", "dit-tiny")
+OF_CONTEXT = {
+    2: {
+        "CP": {"cp": 2},
+        "CP by Ulysses, recomputed": {
+            "cp": 2, "cp_method": "ulysses", "activation_checkpointing": "full",
+        },
+        "CP by all-gather, static": {"cp": 2, "cp_method": "all-gather", "static": True},
+    },
+    4: {
+        "FSDP x CP": {"dp_shard": 2, "cp": 2},
+        "PP x CP, static": {"pp_degree": 2, "pp_microbatches": 2, "cp": 2, "static": True},
+        "CP x TP + SP, static": SP | {"cp": 2, "static": True},
+    },
+}  # fmt: skip
+OF_CONTEXT_AND_EXPERTS = {
+    2: {"CP with EP": {"cp": 2, "ep": 2}},
+    4: {
+        "FSDP x CP with EP of both": {"dp_shard": 2, "cp": 2, "ep": 4},
+        "FSDP x CP with EP of FSDP, static": {"dp_shard": 2, "cp": 2, "ep": 2, "static": True},
+        "DP x CP with EP of both": {"dp_replicate": 2, "cp": 2, "ep": 4},
+        "CP with EP x TP + SP": SP | {"cp": 2, "ep": 2},
+        "PP x CP with EP": {"pp_degree": 2, "pp_microbatches": 2, "cp": 2, "ep": 2},
+    },
+}
 FAST = {
     "qwen3-tiny": "FSDP",
     "gemma3-tiny": "TP + SP, static",
@@ -72,17 +98,24 @@ class Trained:
 def _products(model, ranks):
     """Returns the options of a model's products on so many ranks."""
     found = PRODUCTS[ranks]
+    return found | OF_EXPERTS[ranks] if isinstance(model_shape(model), ExpertsShape) else found
+
+
+def _products_of_context(model, ranks):
+    """Returns the options of a model's products that shard sequences."""
+    found = OF_CONTEXT[ranks]
     if isinstance(model_shape(model), ExpertsShape):
-        found = found | OF_EXPERTS[ranks]
-    return found | OF_CONTEXT.get(ranks, {}) if model == "qwen3-tiny" else found
+        found = found | OF_CONTEXT_AND_EXPERTS[ranks]
+    if model not in WITHOUT_TP:
+        return found
+    return {name: options for name, options in found.items() if "tp" not in options}
 
 
 def _options(model, product):
     """Returns the options of a run; all data parallel ranks together have 8 samples in each."""
     names = Degrees.__dataclass_fields__
     degrees = Degrees(**{name: size for name, size in product.items() if name in names})
-    # Fused attention over a sharded sequence has no dropout.
-    dropout = {"dropout": 0.0} if degrees.cp > 1 else {"dropout": 0.1, "random": "dist-rng"}
+    dropout = {"dropout": 0.1, "random": "dist-rng"}
     common = {"system": "plan", "model": model, "init": "sharded"} | dropout
     return common | {"micro_batch": 8 // degrees.data} | product
 
@@ -117,16 +150,16 @@ def _train(runs, steps):
     return found
 
 
-def _compare(model, ranks, names, steps, out):
-    """Compares runs of some products with those of one device."""
+def _compare(model, ranks, products, steps, out):
+    """Compares runs of products with those of one device."""
     shared = {"out": out, "resume": "never"}
-    runs = [shared | _options(model, _products(model, ranks)[name]) for name in names]
+    runs = [shared | _options(model, options) for options in products.values()]
     ones = [shared | {"model": model} | _of_one_device(run) for run in runs]
     alone = [one for number, one in enumerate(ones) if one not in ones[:number]]
     expected = run_ranks(_train, 1, alone, steps, timeout=240)[0]
     found = run_ranks(_train, ranks, runs, steps, timeout=480)[0]
     tolerance = model_shape(model).tolerance
-    for name, options, actual in zip(names, ones, found, strict=True):
+    for name, options, actual in zip(products, ones, found, strict=True):
         one = expected[alone.index(options)]
         assert one.losses[0] - one.losses[-1] > 0.02, "the comparison is empty"
         assert actual.losses == pytest.approx(one.losses, rel=0, abs=tolerance), name
@@ -135,7 +168,18 @@ def _compare(model, ranks, names, steps, out):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_product_on_two_ranks_trains_as_one_device(model, tmp_path):
-    _compare(model, 2, [FAST[model]], 5, tmp_path)
+    _compare(model, 2, {FAST[model]: _products(model, 2)[FAST[model]]}, 5, tmp_path)
+
+
+def test_sharded_sequences_and_experts_train_as_one_device(tmp_path):
+    _compare("mixtral-tiny", 2, OF_CONTEXT_AND_EXPERTS[2], 5, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("model", SHARDING_SEQUENCES)
+def test_products_with_sharded_sequences_train_as_one_device(model, ranks, tmp_path):
+    _compare(model, ranks, _products_of_context(model, ranks), STEPS, tmp_path)
 
 
 @pytest.mark.slow
@@ -143,4 +187,4 @@ def test_a_product_on_two_ranks_trains_as_one_device(model, tmp_path):
 @pytest.mark.parametrize("model", MODELS)
 def test_products_train_as_one_device(model, ranks, tmp_path):
     """At least three products on each number of ranks, but two of eight ranks."""
-    _compare(model, ranks, [*_products(model, ranks)], STEPS, tmp_path)
+    _compare(model, ranks, _products(model, ranks), STEPS, tmp_path)

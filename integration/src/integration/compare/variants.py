@@ -80,7 +80,7 @@ class Variant:
     def drops_out(self) -> bool:
         """Whether it supports dropout with one device's masks."""
         is_pipeline_of_one = self.system == REFERENCE and self.schedule is not None
-        return is_pipeline_of_one or (self.draws_on_shards and self.degrees.cp == 1)
+        return is_pipeline_of_one or self.draws_on_shards
 
     @property
     def choices(self) -> dict[str, Any]:

@@ -256,6 +256,11 @@ class DiTShape(ModelShape):
     num_heads: int
     patch_size: int = 2
 
+    @property
+    def patches(self) -> int:
+        """Number of patches of an image, which are the sequence."""
+        return (SIDE // self.patch_size) ** 2
+
     def build(self, *, dropout: float) -> nn.Module:
         """Returns the model with its loss; ``dropout`` follows the linear layers of blocks.
 

@@ -21,6 +21,7 @@ from integration.pipeline.stage_parallelism import (
 )
 from integration.systems.base import System
 from integration.systems.clip import clip_gradients
+from integration.systems.plan import describe_masks_of
 from integration.train.config import DIST_RNG_RANDOM, TrainConfig
 
 
@@ -66,6 +67,8 @@ class PipelineSystem(System):
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Returns this rank's part of the model; parameters have the full model's names."""
+        if self.degrees.cp > 1:
+            describe_masks_of(model)
         axes = self.degrees.axes
         if self._inner.name != "plan":
             axis = "tp" if self._inner.name in TENSOR_PARALLEL else "dp"

@@ -223,9 +223,9 @@ class _Step:
 
     def _of_experts(self, data: int) -> _Parameters:
         config = self._config
-        stride = config.tp * config.cp * config.ep
-        shards = config.dp_shard // config.ep if self._is_sharded else 1
-        copies = config.dp_replicate if self._is_sharded else data // config.ep
+        stride = config.tp if config.cp > 1 else config.tp * config.ep
+        shards = config.dp_shard * config.cp // config.ep if self._is_sharded else 1
+        copies = config.dp_replicate if self._is_sharded else data * config.cp // config.ep
         return _Parameters(
             self._layers * self._inner.layer.experts, 0.0, WorldAxis("shard", shards, stride),
             WorldAxis("replicate", copies, stride * shards),

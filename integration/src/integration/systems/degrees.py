@@ -27,7 +27,8 @@ class Degrees:
         dp_shard: data parallel degree with sharded parameters (FSDP; HSDP with ``dp_replicate``),
             which with ``cp`` are sharded over ``dp_shard`` x ``cp`` ranks.
         ep: expert parallel degree: a divisor of ``dp_shard`` (or of ``dp_replicate`` without it),
-            whose ranks exchange tokens by all-to-all; or else equal to ``tp``.
+            or ``cp`` times a divisor, whose ranks exchange tokens by all-to-all; or else equal to
+            ``tp``.
         cp: context parallel degree.
         cp_method: context parallel attention: ring, all-gather or ulysses.
         tp: tensor parallel degree.
@@ -60,7 +61,7 @@ class Degrees:
         Expert parallelism among data parallel ranks splits their axis into two: the experts' mesh
         is a reshaped view of the same ranks. Of the ranks of "dp", replicas are the outermost.
         """
-        experts = self.ep if self.sends_tokens else 1
+        experts = self._experts_of_data or 1
         sizes = {"dp": self.data // experts, "ep": experts, "cp": self.cp, "tp": self.tp}
         return {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
 
@@ -76,16 +77,33 @@ class Degrees:
 
     @property
     def sends_tokens(self) -> bool:
-        """Whether experts are sharded over data parallel ranks, which exchange tokens.
+        """Whether experts are sharded over data and context parallel ranks, which exchange tokens.
 
         Otherwise they are sharded along ``tp``, whose ranks have the same tokens.
         """
-        return self.ep > 1 and self._expert_ranks % self.ep == 0
+        return self.ep > 1 and self._experts_of_data is not None
+
+    @property
+    def expert_axes(self) -> list[str]:
+        """Axes of the mesh along which tokens are sent to experts."""
+        of_data = self._experts_of_data
+        if not self.sends_tokens or of_data is None:
+            return []
+        return ["ep"] * (of_data > 1) + ["cp"] * (of_data < self.ep)
+
+    @property
+    def _experts_of_data(self) -> int | None:
+        """Data parallel ranks over which experts are sharded; None: along ``tp``."""
+        if self._expert_ranks % self.ep == 0:
+            return self.ep
+        over_cp, rest = divmod(self.ep, self.cp)
+        return over_cp if rest == 0 and self._expert_ranks % over_cp == 0 else None
 
     @property
     def fitting_ep(self) -> list[int]:
         """Expert parallel degrees that the other degrees allow, in order."""
-        return sorted({*divisors(self._expert_ranks), self.tp})
+        of_data = divisors(self._expert_ranks)
+        return sorted({*of_data, *(self.cp * each for each in of_data), self.tp})
 
     @property
     def _expert_ranks(self) -> int:
@@ -136,7 +154,8 @@ class Degrees:
         """
         if self.ep not in self.fitting_ep:
             option = "--dp-shard" if self.dp_shard > 1 else "--dp-replicate"
-            equal = f", or the value of --tp, {self.tp}" if self.tp > 1 else ""
+            equal = f", or --cp {self.cp} times one" if self.cp > 1 else ""
+            equal += f", or the value of --tp, {self.tp}" if self.tp > 1 else ""
             raise UsageError(
                 f"--ep {self.ep}: expected a divisor of {option} {self._expert_ranks}{equal}, got"
                 f" {self.ep}; --ep {alternatives(self.fitting_ep)} would fit"

@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from integration.errors import UsageError
-from integration.models import DecoderShape, ExpertsShape, ModelShape
+from integration.models import DecoderShape, DiTShape, ExpertsShape, ModelShape
 from integration.systems.base import AUTOCAST_DTYPES, System, require_vocabulary
 from integration.systems.degrees import Degrees
 from integration.systems.divisors import alternatives, divisors, require_divisors
 
 # Families of models that the zoo has plans of.
 ZOO = ("llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "dit")
-# Those whose attention a plan shards along the sequence.
-_CONTEXT_PARALLEL = ("llama", "qwen3")
+# Those whose sequences a plan shards without tensor parallelism only.
+_CONTEXT_WITHOUT_TP = ("gpt_oss", "dit")
 
 
 class PlanSystem(System):
@@ -69,19 +69,14 @@ class PlanSystem(System):
                     f"--ep: expected a model with experts, got a {shape.family}; leave it out"
                 )
             require_divisors(shape, ("num_local_experts",), "--ep", degrees.ep, degrees.fitting_ep)
-        if degrees.cp > 1 and shape.family not in _CONTEXT_PARALLEL:
-            raise UsageError(
-                f"--cp: expected a {' or '.join(_CONTEXT_PARALLEL)}, whose attention it supports,"
-                f" got a {shape.family}; leave it out"
-            )
+        if degrees.cp > 1:
+            _check_context(shape, degrees)
         # Static mode divides heads unevenly, too. Phases (ZeRO-3) do not, nor plans of DeepSeek-V3,
         # whose kv_b_proj has the keys and the values of a head, which are of different sizes.
         divides_unevenly = degrees.static and not degrees.zero3 and shape.family != "deepseek_v3"
         if not divides_unevenly:
             fields = shape.tensor_parallel_sizes
             require_divisors(shape, fields, "--tp", degrees.tp, degrees.fitting("tp"))
-        if degrees.cp_method == "ulysses" and isinstance(shape, DecoderShape):
-            _require_heads(shape, degrees)
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Applies the plan, including fully_shard for ``dp_shard``."""
@@ -90,6 +85,8 @@ class PlanSystem(System):
         from plan_api import Plan, parallelize
 
         self.autocast(model)
+        if self.degrees.cp > 1 and self.make_plan is None:
+            describe_masks_of(model)
         axes = self.degrees.axes
         mesh = init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         if self.make_plan is None:
@@ -132,16 +129,43 @@ def _require_zoo(shape: ModelShape) -> None:
         )
 
 
-def _require_heads(shape: DecoderShape, degrees: Degrees) -> None:
+def _check_context(shape: ModelShape, degrees: Degrees) -> None:
+    """Refuses degrees with which attention cannot be over a sharded sequence.
+
+    Raises:
+        UsageError: names a degree and those that would fit.
+    """
+    if shape.family in _CONTEXT_WITHOUT_TP and degrees.tp > 1:
+        raise UsageError(
+            f"--cp {degrees.cp}: expected --tp 1 for a {shape.family}, whose Linears have biases,"
+            f" for which DTensors gather its sharded sequences beside it, got --tp {degrees.tp};"
+            " leave either out"
+        )
+    if isinstance(shape, DiTShape):
+        require_divisors(shape, ("patches",), "--cp", degrees.cp, degrees.fitting("cp"))
+    if degrees.cp_method == "ulysses":
+        field = "num_key_value_heads" if isinstance(shape, DecoderShape) else "num_heads"
+        _require_heads(field, getattr(shape, field), degrees)
+
+
+def _require_heads(field: str, heads: int, degrees: Degrees) -> None:
     """Refuses ranks that Ulysses cannot give a whole number of heads.
 
     Raises:
-        UsageError: names the number of key-value heads, and its divisors.
+        UsageError: names the number of heads, and its divisors.
     """
-    heads, ranks = shape.num_key_value_heads, degrees.cp * degrees.tp
+    ranks = degrees.cp * degrees.tp
     if heads % ranks:
         raise UsageError(
             f"--cp-method ulysses: expected --cp {degrees.cp} x --tp {degrees.tp} to divide"
-            f" num_key_value_heads = {heads}, got {ranks}; give degrees whose product is"
+            f" {field} = {heads}, got {ranks}; give degrees whose product is"
             f" {alternatives(divisors(heads))}, or --cp-method ring"
         )
+
+
+def describe_masks_of(model: nn.Module) -> None:
+    """Makes a model of transformers describe its masks to attention over sharded sequences."""
+    from plan_api import describe_masks
+
+    if hasattr(model, "set_attn_implementation"):
+        describe_masks(model)

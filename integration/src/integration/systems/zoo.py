@@ -48,7 +48,7 @@ def plan_of(
     if degrees.cp > 1:
         options |= {"cp": "cp", "cp_method": degrees.cp_method}
     if degrees.ep > 1:
-        options["ep"] = "ep" if degrees.sends_tokens else "tp"
+        options["ep"] = degrees.expert_axes or "tp"
     if isinstance(shape, DeepseekV3Shape):
         options["dense"] = shape.first_k_dense_replace
     make = getattr(zoo, shape.family)
@@ -60,7 +60,7 @@ def plan_of(
         plan.shard(r".*\.weight", Shard(0), "dp")
         plan.shard(r".*\.weight", Replicate(), "dp", Phase.RUN)
     elif degrees.dp_shard > 1:
-        axes = [*data, "cp"] if degrees.cp > 1 else data
+        axes = [*data, *["cp"] * (degrees.cp > 1)]
         modules = (re.escape(shape.layers) + r"\.\d+", *map(re.escape, apart), "")
         reshard = False if in_pipeline else None
         _fully_shard(plan, modules, axes, degrees, reshard, gathered)
@@ -125,8 +125,8 @@ def _fully_shard(
 ) -> None:
     """Adds fully_shard of modules, the layers first, along some axes, flattened.
 
-    Experts are sharded along "ep" by the plan, and along "dp" by fully_shard, where ``dp_shard``
-    has ranks beyond those of ``ep``.
+    Experts are sharded along the axes of ``ep`` by the plan, and along the others by fully_shard,
+    where ``dp_shard`` and ``cp`` have ranks beyond those of ``ep``.
     """
     copies = degrees.dp_replicate
     options = {
@@ -134,7 +134,9 @@ def _fully_shard(
         "reshard_after_forward": reshard,
         **_policies(degrees, gathered),
     }
-    if degrees.sends_tokens and degrees.dp_shard > degrees.ep:
-        plan.fully_shard(rf"{modules[0]}\.mlp\.experts", "dp", replicate=copies, **options)
+    if degrees.sends_tokens and degrees.dp_shard * degrees.cp > degrees.ep:
+        rest = [axis for axis in axes if axis not in degrees.expert_axes]
+        experts = rf"{modules[0]}\.mlp\.experts"
+        plan.fully_shard(experts, rest, flat=len(rest) > 1, replicate=copies, **options)
     for path in modules:
         plan.fully_shard(path, axes, flat=len(axes) > 1, replicate=copies, **options)

@@ -172,13 +172,6 @@ RULES: tuple[OptionRule, ...] = (
         "give such a number, or leave --eval-samples out",
     ),
     OptionRule(
-        "dropout",
-        "cp",
-        lambda config: config.cp == 1,
-        "--cp 1, as attention over context parallel ranks has no dropout",
-        "leave either out",
-    ),
-    OptionRule(
         "init",
         "init_from",
         lambda config: config.init_from is None,
@@ -247,6 +240,13 @@ RULES: tuple[OptionRule, ...] = (
         "compile",
         lambda config: config.compile == "none" or config.dropout == 0,
         "--compile none with --dropout, as masks of compiled layers cannot be recorded",
+        "leave one of the three out",
+    ),
+    OptionRule(
+        "fingerprint",
+        "cp",
+        lambda config: config.cp == 1 or config.dropout == 0 or not _trains_on_text(config),
+        "--cp 1 with --dropout, as attention over sharded sequences draws its masks in parts",
         "leave one of the three out",
     ),
     OptionRule(
@@ -445,6 +445,8 @@ def _check_samples(config: TrainConfig, system: System, shape: ModelShape) -> No
 
 
 def _check_length(config: TrainConfig, system: System, shape: ModelShape) -> None:
+    if shape.modality is not Modality.TEXT:
+        return
     length = config.sequence_length
     chunks, parts = (1, "an equal part") if config.cp_method == "ulysses" else (2, "two chunks")
     if config.cp > 1 and length % (chunks * config.cp):
@@ -455,8 +457,7 @@ def _check_length(config: TrainConfig, system: System, shape: ModelShape) -> Non
             f" --cp {alternatives(fit or [1])} would fit, or --sequence-length"
             f" {_multiples_around(length, chunks * config.cp)}"
         )
-    text = shape.modality is Modality.TEXT
-    if text and system.needs_even_sequences and length % config.tp:
+    if system.needs_even_sequences and length % config.tp:
         raise UsageError(
             f"system {system.name!r}: expected --sequence-length to be a multiple of --tp"
             f" {config.tp}, which shards sequences evenly, got {length}; --sequence-length"
@@ -529,7 +530,24 @@ def _check_optimizer(config: TrainConfig, system: System) -> None:
         )
 
 
+def _check_random_of_context(config: TrainConfig, system: System) -> None:
+    """Refuses dropout of attention over sharded sequences where one device's cannot be drawn."""
+    if system.device.is_accelerator:
+        raise UsageError(
+            f"--dropout {config.dropout:g}: expected --device cpu with --cp {config.cp}, whose"
+            " ranks draw one device's masks of attention weights there only, got --device"
+            f" {system.device.type}; leave either out"
+        )
+    if importlib.util.find_spec("dist_rng") is None:
+        raise UsageError(
+            f"--dropout {config.dropout:g} with --cp {config.cp} needs the package dist-rng, which"
+            " is not installed; install it, or leave either out"
+        )
+
+
 def _check_random(config: TrainConfig, system: System, shape: ModelShape) -> None:
+    if config.cp > 1 and config.dropout > 0 and shape.modality is Modality.TEXT:
+        _check_random_of_context(config, system)
     if config.random != DIST_RNG_RANDOM:
         return
     if importlib.util.find_spec("dist_rng") is None:

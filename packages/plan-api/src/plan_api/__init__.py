@@ -3,6 +3,7 @@
 from plan_api import zoo
 from plan_api.api import parallelize
 from plan_api.context_parallel.batch import attention_mask
+from plan_api.context_parallel.described_masks import describe_masks
 from plan_api.context_parallel.mask import AttentionMask
 from plan_api.inspect.debug import breakpoint  # noqa: A004  # its name in torch as well
 from plan_api.inspect.explain import Diff, Explanation, diff, explain
@@ -34,6 +35,7 @@ __all__ = [
     "attention_mask",
     "breakpoint",
     "deferred_init",
+    "describe_masks",
     "diff",
     "explain",
     "generate_static",

@@ -8,7 +8,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.context_parallel.attention import attention_calls, install_context_parallel
+from plan_api.context_parallel.attention import (
+    attention_calls,
+    check_attention_is_called,
+    install_context_parallel,
+)
 from plan_api.context_parallel.reorder import SequenceReorder, install_label_shifts
 from plan_api.lowering.ir import ExpertIndices, OpKind, Schedule, Site, SiteStep
 from plan_api.ops.local_region import install_regions
@@ -55,6 +59,8 @@ def install_eager(
         yield install_site_hook(site, model.get_submodule(site.path), transforms, coverage)
     yield from use_unsharded_params(model, schedules)
     yield from install_regions(model, sites, mesh, indices)
-    yield from install_context_parallel(model, attention_calls(hooked, mesh))
+    attention = attention_calls(hooked, mesh)
+    yield from install_context_parallel(model, attention)
+    yield from check_attention_is_called(model, attention)
     yield from install_label_shifts(model, hooked)
     yield from install_router_loss(model, hooked, indices, mesh, "eager")

@@ -1,4 +1,4 @@
-"""Mixtures of experts and latent attention on sharded sequences train as on one device."""
+"""Experts, latent attention, windows and sinks on sharded sequences train as on one device."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from plan_api import installed, parallelize, zoo
+from plan_api import describe_masks, installed, parallelize, zoo
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
 
 pytestmark = [
@@ -43,6 +43,8 @@ CASES = {
     "mixtral": Case(MIXTRAL, zoo.mixtral),
     "mixtral, experts along cp": Case(MIXTRAL, zoo.mixtral, {"ep": "cp"}),
     "deepseek_v3": Case(DEEPSEEK, zoo.deepseek_v3, DENSE),
+    "gemma3": Case(models.gemma3, zoo.gemma3),
+    "gpt_oss": Case(models.gpt_oss, zoo.gpt_oss, {"ep": "cp"}),
 }
 SLOW = {
     "mixtral, ulysses": Case(MIXTRAL, zoo.mixtral, {"cp_method": "ulysses"}),
@@ -51,6 +53,9 @@ SLOW = {
         DEEPSEEK, zoo.deepseek_v3, DENSE | {"ep": "cp", "cp_method": "all-gather"}
     ),
     "deepseek_v3, ulysses": Case(DEEPSEEK, zoo.deepseek_v3, DENSE | {"cp_method": "ulysses"}),
+    "gemma3, all-gather": Case(models.gemma3, zoo.gemma3, {"cp_method": "all-gather"}),
+    "gemma3, contiguous": Case(models.gemma3, zoo.gemma3, {"cp_order": "contiguous"}),
+    "gpt_oss, ulysses": Case(models.gpt_oss, zoo.gpt_oss, {"cp_method": "ulysses"}),
 }
 DATA, TENSOR = ("dp", "cp"), ("cp", "tp")
 OF_FOUR = {
@@ -72,6 +77,10 @@ OF_FOUR = {
     ),
     "deepseek_v3, experts along dp and cp": Case(
         DEEPSEEK, zoo.deepseek_v3, DENSE | {"dp": "dp", "ep": ("dp", "cp")}, DATA
+    ),
+    "gemma3 beside tp": Case(models.gemma3, zoo.gemma3, {"tp": "tp", "sp": True}, TENSOR),
+    "gpt_oss, experts along dp and cp": Case(
+        models.gpt_oss, zoo.gpt_oss, {"dp": "dp", "ep": ("dp", "cp")}, DATA
     ),
     "deepseek_v3 beside tp": Case(
         DEEPSEEK, zoo.deepseek_v3, DENSE | {"tp": "tp", "sp": True}, TENSOR
@@ -96,10 +105,6 @@ def trained(model):
     return losses, [grad.norm().item() for grad in whole]
 
 
-def made(case):
-    return case.make(attn_implementation="sdpa")
-
-
 def compare(cases, ranks):
     def check():
         found = {}
@@ -107,13 +112,13 @@ def compare(cases, ranks):
             mesh = init_device_mesh("cpu", (2,) * len(case.axes), mesh_dim_names=case.axes)
             for mode in ("eager", "static"):
                 plan = case.plan(mesh, cp="cp", **{"tp": None} | case.options)
-                model = parallelize(made(case), plan, mode=mode)
+                model = parallelize(describe_masks(case.make()), plan, mode=mode)
                 result = trained(model)
                 never = [str(site) for site in installed(model).coverage.unused_sites]
                 found[name, mode] = result, never
         return found
 
-    expected = {name: trained(made(case)) for name, case in cases.items()}
+    expected = {name: trained(case.make()) for name, case in cases.items()}
     for found in run_ranks(check, ranks, timeout=400):
         for (name, mode), ((losses, norms), never) in found.items():
             of_one, norms_of_one = expected[name]
@@ -131,6 +136,12 @@ def test_models_train_as_on_one_device():
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_products_train_as_on_one_device(ranks):
     compare(SLOW if ranks == 2 else OF_FOUR, ranks)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss"])
+def test_biases_beside_tp_are_refused(mesh, name):
+    with pytest.raises(ValueError, match=rf"zoo\.{name}: expected cp='dp' without tp, got tp='tp'"):
+        getattr(zoo, name)(mesh, cp="dp")
 
 
 def test_experts_along_an_axis_that_shards_no_tokens_are_refused(mesh):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,7 +190,7 @@ def observe(config: TrainConfig, world: World) -> TrainingObservation:
         is_fsdp=isinstance(trainer.model, FSDPModule),
         collectives={each.kind: each.bytes for each in trainer._collectives.counts or ()},
         operators=recorder.operators_of_run(world.rank),
-        dropped=recorder.masks.share,
+        dropped=recorder.dropped,
         graphs=counters["stats"]["unique_graphs"],
         graph_breaks=sum(counters["graph_break"].values()),
         optimizer=type(trainer.optimizer).__name__,
@@ -216,6 +217,35 @@ def _record_devices(system: System) -> set[str]:
     return built_on
 
 
+@dataclass
+class _AttentionFactors:
+    """Factors by which attention over sharded sequences multiplies its weights, by dropout."""
+
+    zeros: int = 0
+    factors: int = 0
+
+    @property
+    def share(self) -> float:
+        """Share of zeros."""
+        return self.zeros / self.factors if self.factors else 0.0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts the factors that are drawn within the block."""
+        from plan_api.context_parallel.dropout import DropoutMasks
+
+        draw = DropoutMasks.factors
+
+        def draw_and_count(masks: DropoutMasks, *args: Any) -> Tensor:
+            found = draw(masks, *args)
+            self.zeros += int((found == 0).sum())
+            self.factors += found.numel()
+            return found
+
+        with mock.patch.object(DropoutMasks, "factors", draw_and_count):
+            yield
+
+
 class _StepRecorder:
     """Records the dropout masks of the first step and the operators of the profiled one."""
 
@@ -224,13 +254,14 @@ class _StepRecorder:
 
         self._config = config
         self._operators = Counter[str]()
-        self.masks, self.modules = DropoutMasks(), _ModuleHooks()
+        self._masks, self.modules = DropoutMasks(), _ModuleHooks()
+        self._of_attention = _AttentionFactors()
 
     def backward(self, step: int, backward: Callable[[], Tensor]) -> Tensor:
         """Calls ``backward`` after ``step`` completed steps."""
         compiled = self._config.compile != "none"
         if step == 0 and self._config.dropout and not compiled:
-            with self.masks:
+            with self._masks, self._of_attention.counted():
                 return backward()
         # Operators are evidence for compiled layers only; a run that profiles itself has a trace.
         if step + 1 != _PROFILED or not compiled or self._config.profile_steps:
@@ -239,6 +270,11 @@ class _StepRecorder:
             loss = backward()
         self._operators.update(event.name for event in profile.events())
         return loss
+
+    @property
+    def dropped(self) -> float:
+        """Share of elements that dropout zeroed, in attention over sharded sequences, too."""
+        return self._masks.share or self._of_attention.share
 
     def operators_of_run(self, rank: int) -> dict[str, int]:
         """Returns calls of operators by name; from the trace of a run that profiles itself."""

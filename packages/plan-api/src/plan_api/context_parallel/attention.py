@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -37,7 +37,8 @@ from plan_api.runtime.hooks import register_always_called
 from plan_api.spec.axes import axis_names
 
 __all__ = [
-    "IMPLEMENTATIONS", "attention_calls", "install_context_parallel", "table_of_attention",
+    "IMPLEMENTATIONS", "attention_calls", "check_attention_is_called", "install_context_parallel",
+    "table_of_attention",
 ]  # fmt: skip
 
 
@@ -110,6 +111,31 @@ def install_context_parallel(
         module = model.get_submodule(path)
         yield module.register_forward_pre_hook(interception.begin)
         yield register_always_called(module, interception.leave, prepend=True)
+
+
+def check_attention_is_called(
+    model: nn.Module, calls: Mapping[str, InterceptedCalls]
+) -> Iterator[RemovableHandle]:
+    """Installs hooks that refuse modules whose attention was not replaced, in the first call.
+
+    Args:
+        model: any.
+        calls: of `attention_calls`.
+    """
+    for path, attention in calls.items():
+        yield model.get_submodule(path).register_forward_hook(_check_of_calls(path, attention))
+
+
+def _check_of_calls(path: str, attention: InterceptedCalls) -> Callable[..., None]:
+    def hook(*_: object) -> None:
+        if not attention.count:
+            raise ValueError(
+                f"{path}: expected a call of scaled_dot_product_attention, which is over a sharded "
+                f"sequence, got none; in transformers set attn_implementation='sdpa', or, for "
+                f"windows and sinks, call plan_api.describe_masks(model) before parallelize()"
+            )
+
+    return hook
 
 
 def _dropout_placements(
@@ -237,8 +263,9 @@ class _ContextParallelAttention:
                 f"{self._path}: expected a mask by its description, as context parallelism along "
                 f"{self._axis_name!r} does not read masks of queries and keys, got a mask of "
                 f"{tuple(attn_mask.shape)}; run the step within plan_api.attention_mask(mask), "
-                f"without attention_mask and position_ids, or pad causal sequences at their end, "
-                f"with labels of -100"
+                f"without attention_mask and position_ids; for transformers' sliding windows call "
+                f"plan_api.describe_masks(model); or pad causal sequences at their end, with "
+                f"labels of -100"
             )
         mask, batch = AttentionMask(is_causal), current_batch()
         in_backward = torch._C._current_graph_task_id() != -1

@@ -19,8 +19,8 @@ from torch.overrides import (
 )
 
 __all__ = [
-    "FunctionInterception", "InterceptedCalls", "TorchFunction", "remove_redirects",
-    "replace_for_dtensors", "with_wrapped",
+    "FunctionInterception", "InterceptedCalls", "TorchFunction", "intercepted_calls",
+    "remove_redirects", "replace_for_dtensors", "with_wrapped",
 ]  # fmt: skip
 
 TorchFunction: TypeAlias = Callable[..., Any]
@@ -108,6 +108,12 @@ class InterceptedCalls:
             return function(*args, **kwargs)
         finally:
             _running.table = table
+
+
+def intercepted_calls(function: TorchFunction) -> InterceptedCalls | None:
+    """Returns what the running module calls instead of a function; None: the function itself."""
+    table = _running.table
+    return next((table[inner] for inner in with_wrapped(function) if inner in table), None)
 
 
 class FunctionInterception:

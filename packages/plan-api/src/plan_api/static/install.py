@@ -12,7 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.context_parallel.attention import attention_calls, install_context_parallel
+from plan_api.context_parallel.attention import (
+    attention_calls,
+    check_attention_is_called,
+    install_context_parallel,
+)
 from plan_api.context_parallel.reorder import install_label_shifts
 from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site, gradient_placements
 from plan_api.lowering.model_names import named_state
@@ -109,12 +113,12 @@ def install_static(
         if not lowered.runs_on_dtensors(path):
             handles += install_expert_indices(model.get_submodule(path), indices, mesh, path)
     attention = attention_calls(sites, mesh, is_static=True)
+    handles += check_attention_is_called(model, attention)
     for site in sites:
         if site.hook_point is HookPoint.OPERATOR:
             module, calls = model.get_submodule(site.path), attention.pop(site.path, None)
             handles += install_operators(site, module, mesh, types, sizes, calls)
-    handles += install_context_parallel(model, attention)
-    handles += install_label_shifts(model, sites)
+    handles += [*install_context_parallel(model, attention), *install_label_shifts(model, sites)]
     handles += install_router_loss(model, sites, lowered.indices, mesh, "static")
     # After the hooks of sites, some of which redistribute unsharded parameters.
     unsharding = install_unsharding(model, lowered)

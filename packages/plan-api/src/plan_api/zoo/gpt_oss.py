@@ -6,9 +6,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api.plan import Plan
-from plan_api.zoo.experts import ExpertNames, add_experts
+from plan_api.spec.plan_entries import ContextMethod, SequenceOrder
+from plan_api.zoo.experts import ExpertNames, add_experts, run_routers_on_local_tensors
 from plan_api.zoo.llama import GROUPS, decoder
-from plan_api.zoo.requirements import Axes, check_options, expert_axes
+from plan_api.zoo.requirements import (
+    Axes,
+    ContextParallel,
+    check_no_tp_beside_cp,
+    check_options,
+    expert_axes,
+)
 
 __all__ = ["gpt_oss"]
 
@@ -20,12 +27,15 @@ def gpt_oss(
     sp: bool = False,
     *,
     ep: Axes = None,
+    cp: str | None = None,
+    cp_method: ContextMethod = "ring",
+    cp_order: SequenceOrder | None = None,
     loss_parallel: bool = False,
 ) -> Plan:
     """Extends LLaMA's plan to sinks, biases and experts, which have biases, too.
 
     Each rank has the sinks of its heads. transformers has no scaled_dot_product_attention with
-    sinks: the model needs ``attn_implementation="eager"``.
+    sinks: the model needs ``attn_implementation="eager"``, or under ``cp`` `describe_masks`.
 
     Args:
         mesh: as in `llama`.
@@ -33,15 +43,22 @@ def gpt_oss(
         dp: as in `llama`.
         sp: as in `llama`.
         ep: as in `mixtral`.
+        cp: as in `mixtral`, without ``tp``; the model needs `describe_masks`.
+        cp_method: as in `llama`.
+        cp_order: as in `llama`.
         loss_parallel: as in `llama`.
 
     Raises:
-        ValueError: as `mixtral`.
+        ValueError: as `mixtral`; or ``cp`` with ``tp``.
     """
-    check_options("gpt_oss", tp, sp=sp, loss_parallel=loss_parallel)
-    axes = expert_axes("gpt_oss", tp, dp, sp, ep)
+    check_options("gpt_oss", tp, sp=sp, loss_parallel=loss_parallel, dp=dp, cp=cp, mesh=mesh)
+    check_no_tp_beside_cp("gpt_oss", tp, cp)
+    axes = expert_axes("gpt_oss", tp, dp, sp, ep, cp)
+    context = ContextParallel.of(cp, cp_method, cp_order)
     names = ExpertNames(router="router", index="router_indices", weights="routing_weights")
-    plan = decoder(mesh, tp, dp, sp, loss_parallel, axes.mlp_grad)
+    plan = decoder(mesh, tp, dp, sp, loss_parallel, axes.mlp_grad, context)
+    if cp is not None:
+        run_routers_on_local_tensors(plan, axes, names)
     if tp is not None:
         whole, part, attention = Replicate(), Partial(), r".*\.self_attn"
         plan.shard(rf"{attention}\.q_proj\.bias", Shard(0), tp, unit=GROUPS)
