@@ -2,15 +2,17 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 from torch.torch_version import TorchVersion
 
-from plan_api._compat import is_uneven_view_error
+from plan_api._compat import is_uneven_view_error, on_host
 from testkit import fake_mesh, run_python
 
 # Images whose gradient nobody asks for, on two axes.
 CONVOLUTION = """
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from plan_api._compat import use_rule_for_convolution_backward
 from testkit import fake_mesh
@@ -54,3 +56,10 @@ def test_torch_refuses_to_view_a_sharded_dim_as_units_that_the_axis_does_not_div
         raised.value
     )
     assert is_uneven_view_error(str(raised.value))
+
+
+def test_tensors_of_the_host_have_values_within_fake_mode():
+    values = on_host(lambda: torch.arange(3).tolist())
+    with FakeTensorMode():
+        assert values() == [0, 1, 2]
+        assert isinstance(torch.arange(3), FakeTensor)

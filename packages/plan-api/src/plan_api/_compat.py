@@ -5,6 +5,7 @@ tests/test_compat.py holds a canary for each difference, which fails when it is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -12,8 +13,11 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["is_uneven_view_error", "no_compile", "use_rule_for_convolution_backward"]
+__all__ = [
+    "is_uneven_view_error", "no_compile", "on_host", "use_rule_for_convolution_backward",
+]  # fmt: skip
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -49,3 +53,17 @@ def no_compile(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """
     hidden: Callable[_P, _R] = _disable_dynamo(function)
     return hidden
+
+
+def on_host(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Runs a function outside of all dispatch modes: its tensors are data of the host.
+
+    Where models run on FakeTensors its values are needed all the same, and may be cached.
+    """
+
+    @functools.wraps(function)
+    def outside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return outside

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from plan_api._compat import on_host
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -308,6 +310,7 @@ class KeyRanges:
 
 
 @lru_cache(maxsize=64)
+@on_host
 def key_ranges(mask: AttentionMask, length: int) -> KeyRanges:
     """Returns the keys of each query of a sequence, by positions.
 

@@ -15,6 +15,7 @@ from typing import TypeAlias, get_args
 
 import torch
 
+from plan_api._compat import on_host
 from plan_api.context_parallel.mask import AttentionMask, key_ranges
 from plan_api.spec.plan_entries import SequenceOrder
 
@@ -230,6 +231,7 @@ def areas(mask: AttentionMask, order: TokenOrder) -> list[int]:
     ]
 
 
+@on_host
 def _cumulative_area(mask: AttentionMask, length: int) -> list[int]:
     """Returns the area of the queries before each position, and of all."""
     area = torch.zeros(length + 1, dtype=torch.int64)

@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from plan_api._compat import on_host
 from plan_api.context_parallel.mask import AttentionMask, key_ranges
 from plan_api.context_parallel.order import Positions
 
@@ -106,6 +107,7 @@ def _on_device(block: BlockTiles, device: torch.device) -> tuple[torch.Tensor, t
 
 
 @lru_cache(maxsize=1024)
+@on_host
 def block_tiles(
     mask: AttentionMask, queries: Positions, keys: Positions, length: int, key_length: int
 ) -> BlockTiles:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.eager import install_eager
-from plan_api.lowering.ir import Lowered
+from plan_api.lowering.ir import Lowered, OpKind
 from plan_api.runtime.agreement import first_site_on_any_rank, true_on_all_ranks, true_on_any_rank
 from plan_api.runtime.hooks import SiteCoverage, validating
 from plan_api.static.comparison import Difference, StaticError, compare_modes
@@ -162,8 +162,9 @@ class Guard:
         local_params = {**self._gradients.by_name(), **self._fully_sharded.gradients(model)}
         try:
             differences = compare_modes(
-                shadow, model, local_params, self._mesh, args, kwargs, self._units.is_replicated
-            )
+                shadow, model, local_params, self._mesh, args, kwargs, self._units.is_replicated,
+                has_local_regions=any(op.kind is OpKind.LOCAL for op in self._lowered.ops),
+            )  # fmt: skip
         finally:
             for handle in handles:
                 handle.remove()
