@@ -158,7 +158,7 @@ class Float8Block(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
+        if type(self.block) is not int or self.block < 1:
             raise ValueError(
                 f"Float8Block: block: expected a number of elements, such as 128, got "
                 f"{self.block!r}"
