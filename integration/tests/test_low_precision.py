@@ -80,6 +80,27 @@ def test_tensor_parallel_losses_are_near_those_of_one_device(train_runs, tmp_pat
         assert eager == static == pytest.approx(one, abs=1e-3)
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_products_and_policies_have_losses_near_those_of_one_device(train_runs, tmp_path):
+    recipe = {"precision": "float8-rowwise"}
+    plan = recipe | {"system": "plan"}
+    products = (
+        {"cp": 2},
+        {"dp_shard": 2, "zero3": True},
+        {"dp_shard": 2, "activation_checkpointing": "full"},
+        {"dp_shard": 2, "compile": "aot_eager"},
+        {"tp": 2, "sp": True, "static": True, "compile": "aot_eager"},
+        {"model": "mixtral-tiny", "dp_shard": 2, "ep": 2},
+    )
+    models = [recipe, recipe | {"model": "mixtral-tiny"}]
+    llama, mixtral = train_runs(1, models, out=tmp_path / "one", steps=2)
+    *dense, experts = train_runs(2, [plan | one for one in products], out=tmp_path / "two", steps=2)
+    for losses in dense:
+        assert losses == pytest.approx(llama, abs=1e-5)
+    assert experts == pytest.approx(mixtral, abs=1e-3)
+
+
 def test_blocks_that_do_not_fit_are_refused_before_the_model_changes():
     model = build_model(DECODERS["llama-tiny"], seed=0)
     policies = LayerPolicies(precision="float8-block", precision_exclude="lm_head")

@@ -64,6 +64,7 @@ def quantize(matrix: torch.Tensor, scaling: Scaling, scales: torch.Tensor) -> Qu
         return Quantized(matrix.to(scaling.dtype), scales, scaling)
     blocks = _blocks(matrix, scaling)
     largest = torch.finfo(scaling.dtype).max
+    # Releases of torch differ in whether a cast makes what is out of range NaN.
     scaled = (blocks.float() / scales[:, None, :, None]).clamp(-largest, largest)
     outer, rows, inner, columns = blocks.shape
     data = scaled.to(scaling.dtype).reshape(outer * rows, inner * columns)
