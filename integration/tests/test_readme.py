@@ -145,8 +145,9 @@ def test_options_that_the_pages_name_exist(folder):
     options = CompareOptions()  # of options that are None the command line has nothing
     for one in options.selected():
         known |= {f"{one.option_prefix}.{name}" for name in vars(options.options_of(one))}
-    # Of parsers, of torch, of torchrun and of pip.
+    # Of parsers, of torch, of torchrun, of pip and of benchmarks.
     beside = {"help", "config", "prefix", "nproc-per-node", "no-deps", "rdzv-id", "max-restarts"}
+    beside |= {"rounds"}
     for option in set(re.findall(r"--([a-z][\w.-]*\w)", "\n".join(LINES))) - beside:
         field = option.replace("-", "_")
         assert known & {field, field.removeprefix("no_"), f"no_{field}"}, option
