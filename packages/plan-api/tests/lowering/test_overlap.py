@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from plan_api import Plan, explain, parallelize, zoo
+from plan_api import Float8Rowwise, Plan, explain, parallelize, zoo
 from plan_api.lowering.lower import lower
 from plan_api.lowering.overlap import find_overlaps
 from testkit import models
@@ -81,6 +81,7 @@ def test_experts_have_no_linear_and_the_router_does_not_gather(mesh):
             "while up runs",
         ),
         (lambda plan: plan.shard("down.weight", S1, "dp"), ".forward", "another axis too"),
+        (lambda plan: plan.precision("down", Float8Rowwise()), ".forward", "in low precision"),
     ],
 )
 def test_what_does_not_overlap_has_a_reason(mesh, change, site, reason):

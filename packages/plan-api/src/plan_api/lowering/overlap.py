@@ -225,6 +225,8 @@ def _reason_of_linear(site: Site, name: str, module: nn.Linear, lowered: Lowered
     ]
     if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
         return f"{name} has a forward of its own"
+    if name in lowered.precisions:
+        return f"{name} computes in low precision"
     if any(
         not placement.is_replicate()
         for schedule in schedules
