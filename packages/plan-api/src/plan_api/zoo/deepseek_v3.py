@@ -66,8 +66,8 @@ def deepseek_v3(
         ImportError: as `mixtral`.
     """
     check_options("deepseek_v3", tp, sp=sp, loss_parallel=loss_parallel, dp=dp, cp=cp, mesh=mesh)
-    axes = expert_axes("deepseek_v3", tp, dp, sp, ep, cp)
     context = ContextParallel.of(cp, cp_method, cp_order)
+    axes = expert_axes("deepseek_v3", tp, dp, sp, ep, context)
     first = "|".join(map(str, range(dense)))
     layers = rf"model\.layers\.(?!({first})\.)\d+" if dense else r"model\.layers\.\d+"
     names = ExpertNames(mlp=rf"{layers}\.mlp", shared="shared_experts")

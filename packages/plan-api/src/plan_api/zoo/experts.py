@@ -85,9 +85,7 @@ def add_experts(
     if axes.sharded:
         return _expert_parallel(plan, axes, names, output or names.mlp)
     # Without parts to sum only the batch is sharded, or nothing.
-    along = axes.summed or axes.replicated or plan.axes
-    placement = _P if axes.summed else Shard(0) if axes.replicated else _R
-    return plan.local(names.experts, [placement] * len(along), along)
+    return plan.local(names.experts, [*axes.outputs.values()] or _R, [*axes.outputs] or None)
 
 
 def run_routers_on_local_tensors(plan: Plan, axes: ExpertAxes, names: ExpertNames = _NAMES) -> Plan:

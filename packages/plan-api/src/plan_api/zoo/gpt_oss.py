@@ -53,8 +53,8 @@ def gpt_oss(
     """
     check_options("gpt_oss", tp, sp=sp, loss_parallel=loss_parallel, dp=dp, cp=cp, mesh=mesh)
     check_no_tp_beside_cp("gpt_oss", tp, cp)
-    axes = expert_axes("gpt_oss", tp, dp, sp, ep, cp)
     context = ContextParallel.of(cp, cp_method, cp_order)
+    axes = expert_axes("gpt_oss", tp, dp, sp, ep, context)
     names = ExpertNames(router="router", index="router_indices", weights="routing_weights")
     plan = decoder(mesh, tp, dp, sp, loss_parallel, axes.mlp_grad, context)
     if cp is not None:

@@ -54,9 +54,8 @@ def mixtral(
             and up projections.
     """
     check_options("mixtral", tp, sp=sp, loss_parallel=loss_parallel, dp=dp, cp=cp, mesh=mesh)
-    axes = expert_axes("mixtral", tp, dp, sp, ep, cp)
-    context = ContextParallel.of(cp, cp_method, cp_order)
-    plan = decoder(mesh, tp, dp, sp, loss_parallel, axes.mlp_grad, context)
+    axes = expert_axes("mixtral", tp, dp, sp, ep, ContextParallel.of(cp, cp_method, cp_order))
+    plan = decoder(mesh, tp, dp, sp, loss_parallel, axes.mlp_grad, axes.context)
     if cp is not None:
         run_routers_on_local_tensors(plan, axes)
     elif names_of(dp) and tp not in axes.dispatched:  # else routers run on local tensors

@@ -43,8 +43,8 @@ def qwen3_moe(
         ImportError: as `mixtral`.
     """
     check_options("qwen3_moe", tp, sp=sp, loss_parallel=loss_parallel, dp=dp, cp=cp, mesh=mesh)
-    axes = expert_axes("qwen3_moe", tp, dp, sp, ep, cp)
     context = ContextParallel.of(cp, cp_method, cp_order)
+    axes = expert_axes("qwen3_moe", tp, dp, sp, ep, context)
     plan = sum_head_norms(decoder(mesh, tp, dp, sp, loss_parallel, axes.mlp_grad, context), tp)
     if cp is not None:
         run_routers_on_local_tensors(plan, axes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -44,14 +44,18 @@ class ExpertAxes:
         dispatched: the same axes, if they shard tokens, which are dispatched then; or none.
         summed: axes along which each rank has a part of an expert's output for a token.
         tokens: axes of data and context parallelism, along which tokens are sharded.
+        outputs: by axis, the placements of the outputs of experts that are not sharded.
         tp: the axis of tensor parallelism.
+        context: how sequences are sharded; None: they are not.
     """
 
     sharded: Sequence[str]
     dispatched: Sequence[str]
     summed: Sequence[str]
     tokens: Sequence[str]
+    outputs: Mapping[str, Placement]
     tp: str | None
+    context: ContextParallel | None
 
     @property
     def replicated(self) -> list[str]:
@@ -65,7 +69,12 @@ class ExpertAxes:
 
 
 def expert_axes(
-    name: str, tp: str | None, dp: Axes, sp: bool, ep: Axes, cp: str | None = None
+    name: str,
+    tp: str | None,
+    dp: Axes,
+    sp: bool,
+    ep: Axes,
+    context: ContextParallel | None = None,
 ) -> ExpertAxes:
     """Derives the axes of a mixture of experts from the plans' options.
 
@@ -75,11 +84,12 @@ def expert_axes(
         dp: as in the plans' options.
         sp: as in the plans' options.
         ep: as in the plans' options.
-        cp: as in the plans' options.
+        context: how sequences are sharded; None: they are not.
 
     Raises:
         ValueError: tokens are sharded along some axes of ``ep`` and not along others.
     """
+    cp = None if context is None else context.axis
     sharded, tokens = names_of(ep), [*names_of(dp), *names_of(cp)]
     dispatched = [axis for axis in sharded if axis in tokens or (sp and axis == tp)]
     if dispatched and dispatched != sharded:
@@ -94,7 +104,10 @@ def expert_axes(
         for axis in dict.fromkeys((*sharded, tp))
         if axis is not None and axis not in dispatched
     ]
-    return ExpertAxes(sharded, dispatched, summed, tokens, tp)
+    outputs: dict[str, Placement] = dict.fromkeys(tokens, Shard(0))
+    if summed:
+        outputs = dict.fromkeys(summed, Partial())
+    return ExpertAxes(sharded, dispatched, summed, tokens, outputs, tp, context)
 
 
 @dataclass(frozen=True)
