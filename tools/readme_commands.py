@@ -118,9 +118,10 @@ def _of_nox(words: list[str], root: Path) -> Iterator[str]:
     split = shlex.split(options)
     for name in split[split.index("-s") + 1 :] if "-s" in split else []:
         session = _SESSION.match(name)
+        is_version = session and str(session[2]).startswith(("2.", "3."))  # of torch or Python
         if session is None or session[1] not in sessions:
             yield f"there is no session {name}"
-        elif session[2] and not session[2].startswith(("2.", "3.")) and not _project(session[2], root):
+        elif session[2] and not is_version and not _project(session[2], root):
             yield f"there is no project {session[2]}"
     if "tests" in split:
         names = takewhile(lambda word: not word.startswith("-"), shlex.split(behind))
