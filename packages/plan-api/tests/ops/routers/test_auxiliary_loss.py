@@ -58,23 +58,11 @@ def _check(found, batch):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-CASES = {
-    "data": ((2,), ("dp",), {"tp": None, "dp": "dp"}),
-    "data, dispatched": ((2,), ("dp",), {"tp": None, "dp": "dp", "ep": "dp"}),
-    "experts along tp": ((2,), ("tp",), {"ep": "tp"}),
-    "sequences": ((2,), ("tp",), {"sp": True}),
-    "sequences, dispatched": ((2,), ("tp",), {"sp": True, "ep": "tp"}),
-    "both, dispatched along tp": ((2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": "tp"}),
-    "both, dispatched": ((2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": ("dp", "tp")}),
-}
-
-
 @pytest.mark.ranks
 @needs_flattening
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("mode", ["eager", "static"])
-def test_loss_and_gradients_are_those_of_one_device(mode, ranks):
-    cases = [case for case in CASES.values() if torch.Size(case[0]).numel() == ranks]
+def test_loss_and_gradients_are_those_of_one_device(mode, ranks, cases):
 
     def check(batch):
         found = []

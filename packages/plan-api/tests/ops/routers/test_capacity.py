@@ -77,17 +77,6 @@ def _check(found, expected):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-CASES = {
-    "data": ((2,), ("dp",), {"tp": None, "dp": "dp"}),
-    "data, dispatched": ((2,), ("dp",), {"tp": None, "dp": "dp", "ep": "dp"}),
-    "experts along tp": ((2,), ("tp",), {"ep": "tp"}),
-    "sequences": ((2,), ("tp",), {"sp": True}),
-    "sequences, dispatched": ((2,), ("tp",), {"sp": True, "ep": "tp"}),
-    "both, dispatched along tp": ((2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": "tp"}),
-    "both, dispatched": ((2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": ("dp", "tp")}),
-}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_expert_takes_the_first_tokens_of_each_sequence(family):
     make, _, _ = FAMILIES[family]
@@ -108,8 +97,7 @@ def test_a_large_factor_drops_nothing():
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["eager", "static"])
-def test_loss_and_gradients_are_those_of_one_device(mode, ranks, family):
-    cases = [case for case in CASES.values() if torch.Size(case[0]).numel() == ranks]
+def test_loss_and_gradients_are_those_of_one_device(mode, ranks, cases, family):
     make, plan_of, options = FAMILIES[family]
 
     def check(batch):

@@ -123,9 +123,10 @@ def _runs(operands: Operands, device: str, dtype: torch.dtype) -> bool:
         quantize(matrix, one, scales_of(amax_of(matrix, one), one))
         for one in (operands.left, operands.right)
     )
+    # Only a try tells: devices and releases of torch refuse with either of these.
     try:
         multiply_by_kernel(left, right, dtype)
-    except (RuntimeError, NotImplementedError, ValueError):
+    except (RuntimeError, ValueError):
         return False
     return True
 

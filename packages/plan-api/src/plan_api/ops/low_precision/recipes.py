@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
@@ -66,7 +67,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(ABC):
     """The recipe of a linear layer with tokens (M, K) and a weight (N, K).
 
     Attributes:
@@ -87,19 +88,19 @@ class Recipe:
             )
 
     @property
+    @abstractmethod
     def output(self) -> Operands:
         """Of tokens (M, K) and the weight (N, K)."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def grad_input(self) -> Operands:
         """Of the output's gradient (M, N) and the transposed weight (K, N)."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def grad_weight(self) -> Operands:
         """Of the output's transposed gradient (N, M) and transposed tokens (K, M)."""
-        raise NotImplementedError
 
     @property
     def feature_block(self) -> int:

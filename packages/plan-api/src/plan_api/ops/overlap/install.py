@@ -10,6 +10,7 @@ unsplit: only what was computed too early is lost, which is logged, and not repe
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -95,7 +96,7 @@ class OverlappedSites:
             yield register_always_called(module, lambda *_, region=region: region.clear())
 
 
-class _Region:
+class _Region(ABC):
     """A site, and the Linears beside it. It is the transform of the site's hook.
 
     Attributes:
@@ -128,21 +129,21 @@ class _Region:
         self._placing = Placing(peers, dim, StepContext(f"the backward of {self._name}", step))
         self._reported = False
 
+    @abstractmethod
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the redistributed tensor."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, module: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Replaces the forward of a Linear."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self) -> None:
         """Takes note of what was computed in vain, at the end of a call of the site's module."""
-        raise NotImplementedError
 
+    @abstractmethod
     def clear(self) -> None:
         """Forgets the tensors of a call, which may have failed."""
-        raise NotImplementedError
 
     def _moving(self) -> AbstractContextManager[None]:
         move = self.overlap.move
