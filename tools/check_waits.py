@@ -179,7 +179,11 @@ def page(rows: list[tuple[OrderingCall, str | None]]) -> str:
     """Returns the page with what became of each call."""
     today, cores = datetime.date.today().isoformat(), os.cpu_count()
     described = subprocess.run(
-        ["git", "describe", "--always"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "describe", "--always", "--abbrev=7"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     lines = [
         "# Waits",

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 from torch.torch_version import TorchVersion
 
-from plan_api._compat import is_uneven_view_error, on_host
+from plan_api._compat import ShapeMode, is_uneven_view_error, on_host
 from testkit import fake_mesh, run_python
 
 # Images whose gradient nobody asks for, on two axes.
@@ -63,3 +63,26 @@ def test_tensors_of_the_host_have_values_within_fake_mode():
     with FakeTensorMode():
         assert values() == [0, 1, 2]
         assert isinstance(torch.arange(3), FakeTensor)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "groups"),
+    [((6, 8), (2, 8, 4), 2), ((4, 8), (8, 4), 2), ((2, 3, 8), (2, 8, 4), None)],
+)
+def test_torch_has_no_shapes_of_grouped_products_in_float32(left, right, groups):
+    # Forward, and the gradients of a grouped weight and of batches, all of which kernels compute.
+    offs = None if groups is None else torch.tensor([2, left[-1] if len(right) == 2 else left[0]])
+    real = torch._grouped_mm(
+        torch.randn(left), torch.randn(right), offs=offs.int() if groups else offs
+    )
+
+    def product(mode):
+        with mode:
+            a, b = torch.empty(left), torch.empty(right)
+            ends = None if groups is None else torch.empty(groups, dtype=torch.int32)
+        return torch._grouped_mm(a, b, offs=ends)
+
+    with pytest.raises(RuntimeError, match="BF16"):
+        product(FakeTensorMode())
+    assert isinstance(product(ShapeMode()), FakeTensor)
+    assert (product(ShapeMode()).shape, product(ShapeMode()).dtype) == (real.shape, real.dtype)

@@ -6,17 +6,19 @@ tests/test_compat.py holds a canary for each difference, which fails when it is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
-    "is_uneven_view_error", "no_compile", "on_host", "use_rule_for_convolution_backward",
+    "ShapeMode", "is_uneven_view_error", "no_compile", "on_host",
+    "use_rule_for_convolution_backward",
 ]  # fmt: skip
 
 _P = ParamSpec("_P")
@@ -67,3 +69,39 @@ def on_host(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
 
     return outside
+
+
+class ShapeMode(FakeTensorMode):
+    """Makes FakeTensors, of which grouped products (experts) are computed in every dtype.
+
+    Kernels of CPUs take any dtype, but torch computes the shapes of bfloat16's alone
+    (torch/_meta_registrations.py, _meta_grouped_mm_common).
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def dispatch(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs an operator on FakeTensors."""
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _grouped_product(*args, **(kwargs or {}))
+        return super().dispatch(func, types, args, kwargs or {})
+
+
+def _grouped_product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Returns an empty tensor of the shape of a grouped product; see torch's operator."""
+    shape = [*left.shape[:-1], right.shape[-1]]
+    if left.ndim == right.ndim == 2:  # groups of the summed dim
+        assert offs is not None
+        shape = [offs.shape[0], *shape]
+    elif left.ndim == 3 and right.ndim == 2:  # groups of the columns
+        shape = shape[1:]
+    return left.new_empty(shape, dtype=out_dtype or left.dtype)

@@ -389,14 +389,18 @@ def of_dispatched(mesh, **options):
     TORCH_RELEASE < (2, 12), reason="torch 2.11's topk of a DTensor has no backward"
 )
 @pytest.mark.parametrize(
-    ("ranks", "chunks", "steps"),
-    [(2, 1, 3), pytest.param(2, 1, STEPS, marks=SLOW), pytest.param(4, 3, STEPS, marks=SLOW)],
+    ("ranks", "chunks", "steps", "experts"),
+    [
+        (2, 1, 3, "grouped_mm"),
+        pytest.param(2, 1, STEPS, "batched_mm", marks=SLOW),
+        pytest.param(4, 3, STEPS, "grouped_mm", marks=SLOW),
+    ],
 )
-def test_a_generated_plan_that_dispatches_tokens_trains_as_one_device(ranks, chunks, steps):
+def test_a_generated_plan_that_dispatches_tokens_trains_as_one_device(
+    ranks, chunks, steps, experts
+):
     """And is the same if it is made without values, on which the experts' code does not depend."""
-    make = partial(
-        models.mixtral, attention_dropout=0.1, experts_implementation="batched_mm", **HEADS
-    )
+    make = partial(models.mixtral, attention_dropout=0.1, experts_implementation=experts, **HEADS)
 
     def check():
         mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("dp", "tp"))

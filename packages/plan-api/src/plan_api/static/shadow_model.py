@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from plan_api._compat import ShapeMode
 from plan_api.lowering.ir import Schedule, SiteStep, UnevenUnits
 from plan_api.lowering.model_names import is_inside
 from plan_api.runtime.containers import map_tensors
@@ -142,7 +143,7 @@ class FakeTensorFactory:
     """
 
     def __init__(self, device: str) -> None:
-        self._mode, self._device = FakeTensorMode(allow_non_fake_inputs=True), device
+        self._mode, self._device = ShapeMode(), device
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a FakeTensor of the same shape, strides and dtype; of a parameter a parameter."""
