@@ -72,8 +72,8 @@ class TrainConfig:
     """plan: expert parallel degree of models with experts: a divisor of --dp-shard, or equal to
     --tp."""
     cp: Positive = 1
-    """plan: context parallel degree of LLaMA and Qwen3; --dp-shard of at least 2 shards parameters
-    over its ranks, too."""
+    """plan: context parallel degree; --dp-shard of at least 2 shards parameters over its ranks,
+    too."""
     cp_method: Literal["ring", "all-gather", "ulysses"] = "ring"
     """plan: context parallel attention."""
     tp: Positive = 1

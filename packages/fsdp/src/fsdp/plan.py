@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -20,6 +21,7 @@ from fsdp.param_group import FSDPParamGroup
 from fsdp.quantized.arguments import check_axes_of_tiles, checked_block, checked_tiles
 from fsdp.quantized.tiles import Tiles
 from fsdp.state import state_of
+from fused_comm.narrow_sums import checked_send_dtype
 from ragged_shard import even_shape, largest_shape
 
 __all__ = ["fully_shard"]
@@ -40,6 +42,7 @@ class _FullyShard:
         ndim: int = 1,
         ranks: int = 1,
         other_axes: Sequence[str] = (),
+        send_dtype: torch.dtype | None = None,
     ) -> None:
         """Checks the options of an entry.
 
@@ -49,11 +52,13 @@ class _FullyShard:
             ndim: axes of the mesh.
             ranks: that one copy of the parameters is sharded over.
             other_axes: of the plan, on which parameters are DTensors.
+            send_dtype: as of `__call__`.
 
         Raises:
-            ValueError: there are no such placements on these axes, or with these options; or
-                parameters cannot be resharded to this number of ranks.
+            ValueError: nothing is sent in this dtype; there are no such placements on these axes,
+                or with these options; or parameters cannot be resharded to this number of ranks.
         """
+        checked_send_dtype("fully_shard", send_dtype)
         if reshard_after_forward is not None:
             checked_reshard(reshard_after_forward, ranks)
         if placements is None:
@@ -117,6 +122,7 @@ class _FullyShard:
         placements: str | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
         offload_policy: OffloadPolicy | None = None,
+        send_dtype: torch.dtype | None = None,
     ) -> None:
         """Calls `fsdp.fully_shard` for one module.
 
@@ -131,6 +137,7 @@ class _FullyShard:
             placements: as of `fsdp.fully_shard`, by name.
             mp_policy: as of `fsdp.fully_shard`; None: the dtypes of the parameters.
             offload_policy: as of `fsdp.fully_shard`; None: nothing is offloaded.
+            send_dtype: as of `fsdp.fully_shard`.
 
         Raises:
             ValueError: as `fsdp.fully_shard`.
@@ -146,6 +153,7 @@ class _FullyShard:
             placements=placements,
             mp_policy=mp_policy or MixedPrecisionPolicy(),
             offload_policy=offload_policy or OffloadPolicy(),
+            send_dtype=send_dtype,
         )
 
     @contextmanager

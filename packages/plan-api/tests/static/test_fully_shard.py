@@ -21,7 +21,7 @@ from plan_api import (
     parallelize,
     zoo,
 )
-from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, CommLog, models, run_ranks
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, CommLog, fake_mesh, models, run_ranks
 from testkit.inspection.dtensor_operators import DTensorOperators
 from testkit.models import TwoLinears
 
@@ -89,6 +89,7 @@ CASES = {
     "llama, an eager fallback": (llama, _fallback),
     "llama, bfloat16": (llama, partial(_llama, mp_policy=BF16)),
     "llama, offloaded": (llama, partial(_llama, offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    "llama, float8 gradients": (llama, partial(_llama, send_dtype=torch.float8_e5m2)),
     "gpt2": (models.gpt2, _gpt2),
     "mixtral": (mixtral, _mixtral),
     "mixtral, experts divided along dp": (mixtral, partial(_mixtral, ep="dp")),
@@ -142,6 +143,41 @@ def test_static_mode_trains_bit_for_bit_as_eager(shape, names):
         for name, (differences, losses) in found.items():
             assert differences == [], name
             assert losses[-1] != losses[0], name
+
+
+@pytest.mark.parametrize("mode", ["eager", "static"])
+def test_terms_of_gradients_are_sent_in_the_dtype_of_the_plan(mode):
+    """Also of a plan that JSON has stored; forward sends and computes the same."""
+
+    def step(mesh, dtype):
+        plan = Plan.from_json(_llama(mesh, send_dtype=dtype).to_json(), mesh)
+        model = parallelize(llama(), plan, mode=mode, guard_steps=0)
+        torch.manual_seed(0)
+        with CommLog() as log:
+            loss = models.token_loss(model)
+            loss.backward()
+        sent = sum(call.input_bytes for call in log.calls if call.op == "all_to_all")
+        return loss.item(), log.counts().get("reduce_scatter", 0), sent
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        return [step(mesh, dtype) for dtype in (None, torch.bfloat16, torch.float8_e4m3fn)]
+
+    elements = sum(param.numel() for param in llama().parameters())
+    for wide, bf16, float8 in run_ranks(check, 2):
+        assert wide[0] == bf16[0] == float8[0]
+        assert bf16[1] == float8[1] == 0
+        assert bf16[2] == pytest.approx(2 * elements, rel=0.05)  # rows are padded
+        assert float8[2] == pytest.approx(129 / 128 * elements, rel=0.05)
+
+
+def test_a_dtype_in_which_nothing_is_sent_is_refused():
+    with fake_mesh((2, 1), ("dp", "tp")) as mesh:
+        with pytest.raises(ValueError, match=r"send_dtype: expected a dtype.*got 'bf16'"):
+            Plan(mesh).fully_shard("", "dp", send_dtype="bf16")
+        plan = zoo.llama(mesh, dp="dp").fully_shard("", "dp", send_dtype=torch.float32)
+        with pytest.raises(ValueError, match=r"send_dtype: expected one of torch\.bfloat16"):
+            parallelize(llama(), plan)
 
 
 REPLICAS = ("accumulation, HSDP", "deferred, HSDP on two axes")

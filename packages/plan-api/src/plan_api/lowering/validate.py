@@ -173,6 +173,7 @@ def _check_options(entry: FullyShard, mesh: DeviceMesh) -> None:
         return
     given = dict(entry.options)
     divides = given.get("replicate", 1) != 1
+    others = {"send_dtype": given["send_dtype"]} if "send_dtype" in given else {}
     try:
         check(
             placements=given.get("placements"),
@@ -180,6 +181,7 @@ def _check_options(entry: FullyShard, mesh: DeviceMesh) -> None:
             ndim=2 if divides else 1 if given.get("flat") else len(entry.axes),
             ranks=_sharding_ranks(entry, mesh),
             other_axes=tuple(axis for axis in axis_names(mesh) if axis not in entry.axes),
+            **others,
         )
     except ValueError as error:
         raise ValueError(f"{entry.description}: {error}") from None

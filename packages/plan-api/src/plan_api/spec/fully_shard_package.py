@@ -18,13 +18,15 @@ def find_fully_shard(what: str) -> Callable[..., Any]:
 
     It is called as ``fully_shard(module, mesh=, reshard_after_forward=)``, with
     ``ignored_params=`` where the plan itself shards parameters along the mesh's axes, with
-    ``placements=``, ``mp_policy=`` and ``offload_policy=`` where the entry has them, and with
+    ``placements=``, ``mp_policy=``, ``offload_policy=`` and ``send_dtype=`` where the entry has
+    them, and with
     ``shard_placement_fn=`` and ``quantize_fn=`` where it has a granularity or quantizes: these
     return the value of a parameter, or None. The classes of such values are in its attributes
     ``granularities`` and ``quantizations``, dataclasses of numbers, flags and dtypes.
 
     Its ``check(placements=, reshard_after_forward=, ndim=, ranks=, other_axes=)``, if it has one,
-    raises ValueError for options that the axes refuse: ``ndim`` is the number of the mesh's axes,
+    with ``send_dtype=`` where the entry has one, raises ValueError for options that it or the axes
+    refuse: ``ndim`` is the number of the mesh's axes,
     ``ranks`` that of the ranks over which one copy is sharded, and ``other_axes`` has the names of
     the axes that the plan has beside them. Its ``check_values(name, param, placements, ranks,
     granularity=, quantize=)`` raises for values that a parameter cannot have, which has these

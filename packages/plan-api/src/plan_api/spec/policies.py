@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from plan_api.spec.fully_shard_package import value_classes
 
-__all__ = ["POLICIES", "VALUES", "PolicyValue"]
+__all__ = ["POLICIES", "VALUES", "PolicyValue", "checked_dtype", "dtype_name"]
 
 _Stored: TypeAlias = torch.dtype | bool | int | None
 # By the option of fully_shard, the classes of torch that it may have.
@@ -85,7 +85,7 @@ class PolicyValue:
                     f"{name}={value!r}, which a function has returned; return a value without it"
                 )
         return {"policy": self.kind.__name__} | {
-            name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+            name: dtype_name(value) if isinstance(value, torch.dtype) else value
             for name, value in self.fields
         }
 
@@ -117,6 +117,30 @@ class PolicyValue:
             for name, value in self.fields
         ]
         return f"{self.kind.__name__}({', '.join(shown)})"
+
+
+def checked_dtype(what: str, option: str, value: Any) -> torch.dtype:
+    """Returns a dtype, which JSON may have by its name.
+
+    Args:
+        what: begins the message.
+        option: that has it.
+        value: any.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = getattr(torch, value, value) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype):
+        raise ValueError(
+            f"{what}: {option}: expected a dtype, such as torch.bfloat16, got {value!r}"
+        )
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype in JSON, ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _classes(what: str, option: str) -> tuple[type[Any], ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any, Self, SupportsIndex
 
+import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from plan_api.ops.low_precision.recipes import Recipe, check_recipe
@@ -13,7 +14,7 @@ from plan_api.spec.entry import EntryKind
 from plan_api.spec.entry_list import EntryList
 from plan_api.spec.module_policies import RecomputePolicy, check_backend, check_recompute
 from plan_api.spec.param_values import ParamValues, ValueOption
-from plan_api.spec.policies import PolicyValue
+from plan_api.spec.policies import PolicyValue, checked_dtype
 
 __all__ = ["PolicyEntries"]
 
@@ -34,6 +35,7 @@ class PolicyEntries(EntryList):
         mp_policy: MixedPrecisionPolicy | None = None,
         offload_policy: OffloadPolicy | None = None,
         quantize: ValueOption = None,
+        send_dtype: torch.dtype | None = None,
     ) -> Self:
         """Applies the fsdp package to modules, after all other parameters are placed.
 
@@ -62,6 +64,9 @@ class PolicyEntries(EntryList):
                 None: they are on the mesh's device.
             quantize: in which form parameters are gathered, such as ``fsdp.Tiles()``: a value,
                 values by patterns, or a function, as for ``granularity``. None: as they are.
+            send_dtype: the dtype in which ranks send the terms of gradients, which are added in
+                ``reduce_dtype`` of ``mp_policy``: ``torch.bfloat16``, or a float8 dtype. None: the
+                dtype in which they are added.
 
         Raises:
             ValueError: as `shard`; or the path names a tensor; or a policy or value is none of
@@ -69,7 +74,8 @@ class PolicyEntries(EntryList):
                 `parallelize` refuses values that parameters cannot have, patterns that match no
                 parameter or one that another matches, policies of modules whose parameters the
                 plan itself shards along these axes, placements that the package does not have on
-                them, and parameters with phases along them.
+                them, a ``send_dtype`` in which it sends nothing, and parameters with phases along
+                them.
         """
         what = f"fully_shard({path!r})"
         options: dict[str, Any] = {
@@ -86,6 +92,8 @@ class PolicyEntries(EntryList):
                 options[name] = PolicyValue.of(what, name, policy)
         if quantize is not None:
             options["quantize"] = ParamValues.of(what, "quantize", quantize)
+        if send_dtype is not None:
+            options["send_dtype"] = checked_dtype(what, "send_dtype", send_dtype)
         return self._add(EntryKind.FULLY_SHARD, path, mesh, None, options=options)
 
     def eager(self, path: str) -> Self:

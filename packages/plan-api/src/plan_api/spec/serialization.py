@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -22,7 +23,7 @@ from plan_api.spec.module_policies import CHECKS
 from plan_api.spec.param_values import ParamValues
 from plan_api.spec.path import parse_path
 from plan_api.spec.placements import format_placement
-from plan_api.spec.policies import POLICIES, VALUES, PolicyValue
+from plan_api.spec.policies import POLICIES, VALUES, PolicyValue, checked_dtype, dtype_name
 
 __all__ = ["entries_from_json", "entries_to_json"]
 
@@ -43,6 +44,7 @@ _OPTIONS = {
         "flat",
         "replicate",
         "placements",
+        "send_dtype",
         *POLICIES,
         *VALUES,
     ),
@@ -79,10 +81,7 @@ def entries_to_json(
             if placements is not None:
                 row[name] = [_to_json(placement) for placement in placements]
         if entry.options:
-            row["options"] = {
-                name: value.to_json() if hasattr(value, "to_json") else value
-                for name, value in entry.options
-            }
+            row["options"] = {name: _option_to_json(value) for name, value in entry.options}
         rows.append(row | {"phase": entry.phase.value, "line": entry.line})
     shape = dict(zip(mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True))
     plan = {"version": _VERSION, "mesh": shape, "cover": cover, "entries": rows}
@@ -133,11 +132,19 @@ def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool, b
     return entries, bool(found["cover"]), bool(found.get("of_stage"))
 
 
+def _option_to_json(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    return value.to_json() if hasattr(value, "to_json") else value
+
+
 def _option_from_json(what: str, name: str, value: Any) -> Any:
     if name in POLICIES:
         return PolicyValue.from_json(what, name, value)
     if name in VALUES and value is not None:
         return ParamValues.from_json(what, name, value)
+    if name == "send_dtype":
+        return checked_dtype(what, name, value)
     if name == "recipe":
         return recipe_from_json(what, value)
     return tuple(value) if isinstance(value, list) else value
