@@ -343,6 +343,13 @@ def test_example_inputs_of_experts_are_planned_without_values(mesh, mode, option
     assert installed(model).plan is plan  # which the zoo has written in full
 
 
+def test_an_error_in_the_step_of_example_inputs_names_the_module_and_the_remedy(mesh):
+    model, message = make_llama(), r"(?s)mixed torch.Tensor and DTensor.*pass use_cache=False"
+    with pytest.raises(RuntimeError, match=message):
+        parallelize(model, zoo.llama(mesh), example_inputs=inputs() | {"use_cache": True})
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+
+
 def test_example_inputs_that_do_not_fit_are_refused_before_the_model_is_changed(mesh):
     model = ParallelBlocks()
     with pytest.raises(ValueError, match="expected example_inputs as a tuple"):

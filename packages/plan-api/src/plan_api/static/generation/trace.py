@@ -20,8 +20,10 @@ from plan_api.eager import install_eager
 from plan_api.lowering.ir import Lowered, OpKind, SiteStep
 from plan_api.lowering.model_names import positional_names
 from plan_api.runtime.containers import map_tensors
+from plan_api.runtime.forward_errors import install_forward_errors
 from plan_api.runtime.hooks import SiteCoverage
 from plan_api.runtime.redistribute import Redistribution
+from plan_api.spec.axes import axis_names
 from plan_api.static.comparison import loss_gradients, preserved_state
 from plan_api.static.generation.tensor_uses import Place, SharedTensor, TensorUses
 
@@ -153,6 +155,7 @@ def trace_eager_step(
             handles += _trace_module(name, module, trace, before_all=name in local_regions)
     uses = TensorUses()
     handles += uses.register_hooks(model)
+    handles += install_forward_errors(model, lowered.sites, axis_names(mesh), "eager")
     try:
         with preserved_state(model), torch.enable_grad():
             named = {n: param for n, param in model.named_parameters() if param.requires_grad}
