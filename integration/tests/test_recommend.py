@@ -100,6 +100,19 @@ def test_a_product_is_predicted_as_the_simulator_counts_it(options, ranks):
     assert 0.9 * total <= memory.total - memory.optimizer <= 1.15 * total
 
 
+def test_layers_with_and_without_experts_are_counted_once_each():
+    run = inner_run(config_of(model="deepseek-v3-tiny", sequence_length=LENGTH))
+    shape = replace(run.shape, num_hidden_layers=5, first_k_dense_replace=2)
+    work = count_work(replace(run, shape=shape))
+    model = build_model_on_meta(shape)
+    elements = sum(param.numel() for param in model.parameters())
+    assert work.layers == 5
+    assert work.root.elements + 5 * work.layer.elements == pytest.approx(elements, abs=3)
+    sizes = [sum(param.numel() for param in layer.parameters()) for layer in model.model.layers]
+    assert work.largest == max(sizes)
+    assert 0 < work.root.work.flops < work.layer.work.flops
+
+
 # Of a made-up model: no model is counted.
 
 ROOT = Part(StepWork(flops=2_000, operators=10), 1_000, 0, 100)
@@ -110,7 +123,7 @@ LAYER = Part(
     ),
     500, 0, 300,
 )  # fmt: skip
-MADE_UP = InnerWork(ROOT, LAYER, layers=6, temporary=50, boundary=64)
+MADE_UP = InnerWork(ROOT, LAYER, layers=6, largest=500, temporary=50, boundary=64)
 
 
 def predicted(hardware=H100, ranks=8, work=MADE_UP, **options):

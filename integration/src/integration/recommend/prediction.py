@@ -251,7 +251,7 @@ class _Step:
     def memory(self, state_bytes: float) -> Memory:
         """Returns the memory of the rank."""
         inner, size = self._inner, self._itemsize
-        layer = inner.layer.elements + inner.layer.experts
+        layer = inner.largest
         everything = sum(each.elements for each in self._parameters)
         in_pipeline, owned = self._config.pp_degree > 1, _FP32 * self._owned
         gathered = stays = reducing = 0.0

@@ -1,8 +1,9 @@
 """Counts the work of a model's layers under an inner product, on rank 0 of a fake world.
 
-The trainer's system parallelizes the model, with one layer and with two, and the simulator records
-a step of one sample of each data parallel rank. The difference is the work of a layer, and what
-remains is the root's: embeddings, head and loss.
+The trainer's system parallelizes the model, with one layer of each kind and with two, and the
+simulator records a step of one sample of each data parallel rank. The difference is the work of a
+layer, and what remains is the root's: embeddings, head and loss. DeepSeek-V3's layers are of two
+kinds, those without experts and those with them; predictions use their mean.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ __all__ = ["InnerWork", "Part", "axes_of", "count_work", "layers_of"]
 
 # Names of the field with the number of layers.
 _DEPTHS = ("num_hidden_layers", "depth")
+# Of DeepSeek-V3's shape: the number of layers without experts, the first ones.
+_DENSE = "first_k_dense_replace"
 # Gradients are reduced along these axes by data parallelism, which predictions add.
 _DATA_AXES = ("cp", "ep")
 
@@ -50,6 +53,20 @@ class Part:
     experts: int
     saved: int
 
+    def plus(self, other: Part, times: int = 1) -> Part:
+        """Returns the sum of this part and ``times`` the other; ``times`` may be negative."""
+        return Part(
+            self.work.plus(other.work, times), self.elements + times * other.elements,
+            self.experts + times * other.experts, self.saved + times * other.saved,
+        )  # fmt: skip
+
+    def divided(self, number: int) -> Part:
+        """Returns this part divided by a number, rounded."""
+        return Part(
+            self.work.divided(number), round(self.elements / number),
+            round(self.experts / number), round(self.saved / number),
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class InnerWork:
@@ -57,8 +74,9 @@ class InnerWork:
 
     Attributes:
         root: of embeddings, head and loss.
-        layer: of one layer.
+        layer: of one layer, the mean of all.
         layers: number of layers of the model.
+        largest: elements of the rank's parameters in the largest layer.
         temporary: bytes of activations that a step allocates beyond the saved ones.
         boundary: bytes of the hidden states of a sample, of a rank, between two layers.
     """
@@ -66,6 +84,7 @@ class InnerWork:
     root: Part
     layer: Part
     layers: int
+    largest: int
     temporary: int
     boundary: int
 
@@ -98,12 +117,19 @@ def count_work(run: ValidatedRun) -> InnerWork:
     Raises:
         UsageError: the model cannot be recorded with fewer layers.
     """
-    axes = axes_of(run.system.degrees)
-    one, two = _count(run, axes, 1), _count(run, axes, 2)
-    layer = _difference(two.whole, one.whole)
-    root = _difference(one.whole, layer)
-    temporary = two.most - two.whole.saved
-    return InnerWork(root, layer, layers_of(run.shape), temporary, _boundary(run))
+    axes, numbers = axes_of(run.system.degrees), _numbers(run.shape)
+    kinds = range(len(numbers))
+    once = _count(run, axes, [1 for _ in kinds])
+    twice = [_count(run, axes, [1 + (each == kind) for each in kinds]) for kind in kinds]
+    layers = [two.whole.plus(once.whole, -1) for two in twice]
+    root, total = once.whole, Part(StepWork(), 0, 0, 0)
+    for layer, number in zip(layers, numbers, strict=True):
+        root, total = root.plus(layer, -1), total.plus(layer, number)
+    return InnerWork(
+        root, total.divided(sum(numbers)), sum(numbers),
+        largest=max(layer.elements + layer.experts for layer in layers),
+        temporary=max(two.most - two.whole.saved for two in twice), boundary=_boundary(run),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,8 +138,19 @@ class _Counted:
     most: int
 
 
-def _count(run: ValidatedRun, axes: tuple[WorldAxis, ...], layers: int) -> _Counted:
-    shape = replace(run.shape, **{_depth_field(run.shape): layers})
+def _numbers(shape: ModelShape) -> list[int]:
+    """Returns the number of layers of each kind: those without experts, and the others."""
+    layers = layers_of(shape)
+    dense: int = getattr(shape, _DENSE, 0)
+    return [dense, layers - dense] if 0 < dense < layers else [layers]
+
+
+def _count(run: ValidatedRun, axes: tuple[WorldAxis, ...], numbers: list[int]) -> _Counted:
+    """Counts the work of the model with these numbers of layers of each kind."""
+    sizes = {_depth_field(run.shape): sum(numbers)}
+    if len(numbers) > 1:
+        sizes[_DENSE] = numbers[0]
+    shape = replace(run.shape, **sizes)
     world, data = 1, run.system.degrees.data
     for axis in axes:
         world *= axis.size
@@ -230,10 +267,3 @@ def _without_gradients(work: StepWork) -> StepWork:
         one for one in work.traffic if one.op != "all_reduce" or one.axis.name not in _DATA_AXES
     )
     return replace(work, traffic=tuple(others))
-
-
-def _difference(part: Part, other: Part) -> Part:
-    return Part(
-        part.work.plus(other.work, -1), part.elements - other.elements,
-        part.experts - other.experts, part.saved - other.saved,
-    )  # fmt: skip

@@ -85,6 +85,20 @@ class StepWork:
             nbytes=self.nbytes + times * other.nbytes,
         )  # fmt: skip
 
+    def divided(self, number: int) -> StepWork:
+        """Returns the work divided by a number, rounded."""
+        return StepWork(
+            round(self.flops / number), round(self.operators / number),
+            round(self.parameters / number),
+            tuple(
+                replace(
+                    one, calls=round(one.calls / number), nbytes=round(one.nbytes / number)
+                )
+                for one in self.traffic
+            ),
+            nbytes=round(self.nbytes / number),
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class CountedStep:
