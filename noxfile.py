@@ -128,7 +128,8 @@ def examples(session: nox.Session) -> None:
     """The examples with other frameworks, each compared with the framework's own FSDP2.
 
     The environment has the frameworks (examples/requirements.txt) and what the shared one has.
-    docs/benchmarks/examples.md gets the results. Arguments are those of each example.
+    docs/benchmarks/examples.md gets the results. Arguments are those of each example; ``--tiny``
+    among them, with which continuous integration runs them, leaves the page as it is.
     """
     site = "import sysconfig; print(sysconfig.get_path('purelib'))"
     python = dev_env(session)
@@ -142,9 +143,17 @@ def examples(session: nox.Session) -> None:
     older = ("fsspec==", "huggingface_hub==", "spmd_types==")
     pins.write_text("".join(line for line in lines if not line.startswith(older)))
     session.install("-c", str(pins), "-r", "examples/requirements.txt")
+    failed = []
     for script in sorted((ROOT / "examples").glob("*/train.py")):
         written = results / f"{script.parent.name}.json"
-        session.run("python", str(script), *session.posargs, "--json", str(written))
+        try:
+            session.run("python", str(script), *session.posargs, "--json", str(written))
+        except CommandFailed:  # the next example is compared all the same
+            failed.append(script.parent.name)
+    if failed:
+        session.error(f"these examples fail, or differ from native FSDP2: {failed}")
+    if "--tiny" in session.posargs:
+        return
     session.run(
         python, "-m", "tools.example_results", str(results), *session.posargs, external=True
     )

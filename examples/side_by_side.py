@@ -84,10 +84,13 @@ def main(train: Callable[..., Sequence[float]], cases: Mapping[str, float] | Non
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--case", choices=list(tolerances), help="by default all of them")
+    parser.add_argument("--tiny", action="store_true", help="two steps of the first case alone")
     parser.add_argument("--json", type=Path, help="where to write the comparisons")
     parser.add_argument("--plot", type=Path, help="where to draw the losses, as FILE.svg")
     parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)  # of a rank
     options = parser.parse_args()
+    if options.tiny:
+        options.steps, options.case = 2, next(iter(tolerances))
     if options.system is not None:
         _run_rank(train, options)
         return
