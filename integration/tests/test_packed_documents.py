@@ -6,7 +6,10 @@ import torch
 
 from integration.data import POSITIONS, TextWindows
 from integration.data.text import positions_in_documents
+from integration.errors import UsageError
 from integration.models import build_model, model_shape
+from integration.train.config import TrainConfig
+from integration.train.validation import validate
 
 # torch says so of every mesh without a CUDA device.
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete")
@@ -77,6 +80,49 @@ def test_a_document_has_the_logits_that_it_has_alone(name):
         ).logits[0]
         for part, logits in zip(tokens.split(lengths), packed.split(lengths), strict=True):
             torch.testing.assert_close(model(input_ids=part[None]).logits[0], logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"system": "dtensor-tp"},
+            r"'dtensor-tp' does not support --attn-mask-type block-causal; use .*single, .*plan",
+        ),
+        (
+            {"system": "fsdp", "pp_degree": 2},
+            r"--attn-mask-type block-causal: expected --pp-degree 1, .*got --pp-degree 2; leave",
+        ),
+        (
+            {"system": "plan", "plan": "json:loads", "tp": 2},
+            r"--attn-mask-type block-causal: expected a plan of the zoo, .*got --plan json:loads",
+        ),
+        (
+            {"system": "plan", "tp": 2, "compile": "aot_eager"},
+            r"--compile aot_eager: expected --attn-mask-type causal under plan, .*got --attn-mask",
+        ),
+        (
+            {"system": "plan", "tp": 2, "fingerprint": True, "dropout": 0.1},
+            r"--fingerprint: expected --attn-mask-type causal with --dropout under plan, .*got",
+        ),
+        (
+            {"system": "plan", "tp": 2, "dropout": 0.1, "device": "sim"},
+            r"--dropout 0.1: expected --device cpu with --attn-mask-type block-causal, .*got",
+        ),
+    ],
+    ids=str,
+)
+def test_what_knows_no_documents_refuses_them(options, message):
+    options = {"model": "llama-tiny", "ranks": 2 * options.get("pp_degree", 1)} | options
+    with pytest.raises(UsageError, match=message):
+        validate(TrainConfig(**options | DOCUMENTS))
+
+
+def test_sequences_within_documents_are_of_any_length():
+    options = {"system": "plan", "model": "llama-tiny", "cp": 2, "ranks": 2, "sequence_length": 49}
+    validate(TrainConfig(**options | DOCUMENTS))
+    with pytest.raises(UsageError, match=r"--cp 2: expected --sequence-length to be a multiple"):
+        validate(TrainConfig(**options))
 
 
 COMMON = {"sequence_length": LENGTH, "global_batch": 8, "clip_grad_norm": 1.0, "init": "sharded"}
@@ -163,3 +209,20 @@ def test_losses_are_those_of_one_device(model, train_runs, folder, tmp_path):
 def test_products_train_as_one_device(ranks, model, train_runs, folder, tmp_path):
     products = (OF_TWO if ranks == 2 else OF_FOUR)[model]
     check(ranks, model, products, 20, train_runs, folder, tmp_path)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_sequences_of_any_length_train_as_one_device(train_runs, folder, tmp_path):
+    """They are padded to be sharded."""
+    products = [CP, CP | STATIC, {"cp": 2, "cp_method": "ulysses"}]
+    check(2, "llama-tiny", products, 20, train_runs, folder, tmp_path, sequence_length=49)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_dropout_and_tokens_of_a_tokenizer(tokenizer, train_runs, folder, tmp_path):
+    dropout = {"dropout": 0.1, "tokenizer": tokenizer}
+    products = [product | {"random": "dist-rng"} for product in (CP, CP | STATIC, FSDP, SP)]
+    check(2, "llama-tiny", products, 20, train_runs, folder, tmp_path, **dropout)
