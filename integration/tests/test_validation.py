@@ -29,6 +29,11 @@ PAIRS = {
     "data": (DIT | {"data": Path("text")}, TEXT, "--model dit-tiny"),
     "sequence_length": (DIT | {"sequence_length": 32}, TEXT, "--model dit-tiny"),
     "tokenizer": (DIT | {"tokenizer": "bpe:300"}, TEXT, "--model dit-tiny"),
+    "attn_mask_type": (
+        DIT | {"attn_mask_type": "block-causal"},
+        TEXT,
+        "--model dit-tiny",
+    ),
     "plan": ({"plan": "json:loads"}, {"system": "plan"}, "--system single"),
     "decay_steps": (
         {"decay_steps": 5, "schedule": "cosine"},

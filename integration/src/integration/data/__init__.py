@@ -8,12 +8,13 @@ from integration.data.digits import Digits
 from integration.data.loader import Batch, BatchLoader, BatchPlan, Samples
 from integration.data.preparation import TOKENIZER_FILE, Tokenization, prepare_text
 from integration.data.split import Split, split
-from integration.data.text import TextWindows, require_tokens
+from integration.data.text import POSITIONS, TextWindows, require_tokens
 from integration.data.tokenizer import BYTES, vocabulary_of
 from integration.errors import UsageError
 
 __all__ = [
     "BYTES",
+    "POSITIONS",
     "TOKENIZER_FILE",
     "Batch",
     "BatchLoader",
@@ -62,6 +63,7 @@ def load_samples(
     sequence_length: int,
     seed: int,
     tokenization: Tokenization | None = None,
+    document_positions: bool = False,
 ) -> Samples:
     """Returns the samples of a run; all ranks call it.
 
@@ -71,10 +73,12 @@ def load_samples(
         sequence_length: tokens of a sample of text.
         seed: seed of random values in samples.
         tokenization: how text becomes tokens; by default a byte is one.
+        document_positions: whether samples of text have the positions of tokens in their documents.
 
     Raises:
         UsageError: as `prepare_text`.
     """
     if modality is Modality.TEXT:
-        return prepare_text(path, sequence_length, tokenization or Tokenization())
+        how = tokenization or Tokenization()
+        return prepare_text(path, sequence_length, how, document_positions=document_positions)
     return Digits(seed)

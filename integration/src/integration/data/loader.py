@@ -11,7 +11,7 @@ Note [one stream of samples]
     and after a resume.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -114,13 +114,21 @@ class BatchLoader(Iterator[list[Batch]]):
         seed: seed of the permutation of each epoch.
         device: of the batches; they are copied to an accelerator from pinned memory, which the host
             does not wait for.
+        on_host: names of tensors that stay on the host.
 
     Raises:
         UsageError: the data has fewer samples than one global batch needs.
     """
 
     def __init__(
-        self, data: Samples, plan: BatchPlan, *, rank: int, seed: int, device: Device = CPU
+        self,
+        data: Samples,
+        plan: BatchPlan,
+        *,
+        rank: int,
+        seed: int,
+        device: Device = CPU,
+        on_host: Collection[str] = (),
     ) -> None:
         if not 0 <= rank < plan.degree:
             raise ValueError(f"data-parallel rank {rank} is outside the degree {plan.degree}")
@@ -129,7 +137,7 @@ class BatchLoader(Iterator[list[Batch]]):
         self._plan = plan
         self._rank = rank
         self._seed = seed
-        self._device = device
+        self._device, self._on_host = device, on_host
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)  # (samples,) of the current epoch
         self.step = 0
@@ -159,7 +167,9 @@ class BatchLoader(Iterator[list[Batch]]):
             return batch
         device = self._device.current
         return {
-            name: tensor.pin_memory().to(device, non_blocking=True)
+            name: tensor
+            if name in self._on_host
+            else tensor.pin_memory().to(device, non_blocking=True)
             for name, tensor in batch.items()
         }
 

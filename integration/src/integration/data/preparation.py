@@ -52,8 +52,16 @@ class Tokenization:
     first_on_host: bool = True
 
 
-def prepare_text(path: Path | None, sequence_length: int, how: Tokenization) -> TextWindows:
+def prepare_text(
+    path: Path | None, sequence_length: int, how: Tokenization, *, document_positions: bool = False
+) -> TextWindows:
     """Returns the windows of a text; all ranks call it.
+
+    Args:
+        path: file or folder of text; None: the standard library's sources.
+        sequence_length: tokens of a window.
+        how: how text becomes tokens.
+        document_positions: whether samples have the positions of tokens in their documents.
 
     Raises:
         UsageError: the text or the tokenizer cannot be read, or the hosts have other texts.
@@ -71,6 +79,7 @@ def prepare_text(path: Path | None, sequence_length: int, how: Tokenization) -> 
         source=corpus.source,
         size=corpus.size,
         fingerprint=fingerprints[0],
+        document_positions=document_positions,
     )
     if how.tokenizer == BYTES:
         return windows(ByteStream(corpus))
@@ -87,7 +96,8 @@ def prepare_text(path: Path | None, sequence_length: int, how: Tokenization) -> 
 
     on_some_ranks(write_missing, enabled=how.first_on_host)
     write_missing()  # where ranks of a host are not known to share a file system
-    return windows(TokenFile(file, tokenizer.vocabulary), tokenizer=tokenizer.fingerprint)
+    tokens = TokenFile(file, tokenizer.vocabulary, tokenizer.end)
+    return windows(tokens, tokenizer=tokenizer.fingerprint)
 
 
 def _tokenizer(corpus: Corpus, how: Tokenization) -> FileTokenizer:

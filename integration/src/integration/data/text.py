@@ -1,17 +1,37 @@
 """The windows of a text that language models train on."""
 
 import torch
+from torch import Tensor
 
 from integration.data.loader import Batch
 from integration.data.tokens import TokenStream
 from integration.errors import UsageError
+
+# Name of the positions of tokens in their documents, in a batch and in transformers' models.
+POSITIONS = "position_ids"
+
+
+def positions_in_documents(tokens: Tensor, end: int) -> Tensor:
+    """Returns the position of each token in its document, or in what the window has of it.
+
+    Args:
+        tokens: ids of a window, (tokens,).
+        end: id of the token that is the last one of each document.
+
+    Returns:
+        (tokens,) int64.
+    """
+    place = torch.arange(len(tokens))
+    begins = torch.cat([torch.tensor([True]), tokens[:-1] == end])
+    return place - place.where(begins, 0).cummax(0).values
 
 
 class TextWindows:
     """A text as consecutive windows of ``sequence_length`` tokens; an incomplete one is dropped.
 
     A sample has ``input_ids`` and ``labels``, (sequence_length,) int64, which are equal:
-    transformers' models shift labels themselves. See Note [packed documents] in tokens.py.
+    transformers' models shift labels themselves; and, if it is asked for, ``position_ids``, which
+    restart with each document. See Note [packed documents] in tokens.py.
 
     Args:
         stream: the tokens.
@@ -20,6 +40,7 @@ class TextWindows:
         size: its bytes.
         fingerprint: SHA-256 of its bytes.
         tokenizer: SHA-256 of the tokenizer; None: tokens are bytes.
+        document_positions: whether samples have ``position_ids``.
     """
 
     def __init__(
@@ -31,11 +52,12 @@ class TextWindows:
         size: int,
         fingerprint: str,
         tokenizer: str | None = None,
+        document_positions: bool = False,
     ) -> None:
         self.source, self.size = source, size
         self.fingerprint, self.tokenizer = fingerprint, tokenizer
         self.tokens = sequence_length
-        self._stream = stream
+        self._stream, self._has_positions = stream, document_positions
 
     def __len__(self) -> int:
         """Number of windows."""
@@ -46,7 +68,10 @@ class TextWindows:
         del draw
         start = slot * self.tokens
         tokens = torch.from_numpy(self._stream.read(start, start + self.tokens).astype("int64"))
-        return {"input_ids": tokens, "labels": tokens}
+        sample = {"input_ids": tokens, "labels": tokens}
+        if self._has_positions:
+            sample[POSITIONS] = positions_in_documents(tokens, self._stream.end)
+        return sample
 
     def require(self, samples: int) -> None:
         """Refuses a global batch of more windows than there are.

@@ -3,10 +3,12 @@
 Note [packed documents]
     Documents follow one another, separated by the tokenizer's end-of-text token, and the stream is
     divided into windows of the sequence length wherever they end: GPT-style packing. A document may
-    continue in the next window, and a window may have parts of several documents. Neither attention
-    nor labels are masked at the end of a document: the model attends to earlier documents of its
-    window and learns when to ignore them, and every window has as many predictions, so that the
-    mean of the microbatches' losses is the loss of the batch at every degree.
+    continue in the next window, and a window may have parts of several documents. Labels are not
+    masked at the end of a document: every window has as many predictions, so that the mean of the
+    microbatches' losses is the loss of the batch at every degree. Attention is not either, by
+    default: the model attends to earlier documents of its window and learns when to ignore them.
+    With ``document_positions`` a sample also has the positions of its tokens in their documents,
+    of which an end-of-text token is the last one; attention is within a document then.
 """
 
 import os
@@ -19,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from integration.data.corpus import Corpus, readable
+from integration.data.corpus import DOCUMENT_END, Corpus, readable
 from integration.data.tokenizer import FileTokenizer
 from integration.errors import UsageError
 
@@ -33,9 +35,11 @@ class TokenStream(Protocol):
 
     Attributes:
         unit: what a token is, in the plural.
+        end: id of the token behind a document.
     """
 
     unit: str
+    end: int
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -48,6 +52,7 @@ class ByteStream:
     """The bytes of a corpus, with a NUL byte between documents, read from its files on demand."""
 
     unit = "bytes"
+    end = DOCUMENT_END[0]
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
@@ -93,11 +98,13 @@ class TokenFile:
     Args:
         path: file from `write_tokens`.
         vocabulary: number of ids of the tokenizer.
+        end: id of the token behind a document.
     """
 
     unit = "tokens"
 
-    def __init__(self, path: Path, vocabulary: int) -> None:
+    def __init__(self, path: Path, vocabulary: int, end: int) -> None:
+        self.end = end
         self._ids = np.memmap(path, _dtype(vocabulary), mode="r")
 
     def __len__(self) -> int:

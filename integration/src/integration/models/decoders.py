@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from integration.data.tokenizer import BYTE_VOCABULARY
@@ -21,6 +22,7 @@ class DecoderShape(ModelShape):
         "num_attention_heads", "num_key_value_heads", "intermediate_size",
     )  # fmt: skip
     model_class: ClassVar[str]
+    limits_attention: ClassVar[bool] = True
 
     hidden_size: int
     intermediate_size: int
@@ -156,6 +158,36 @@ class GptOssShape(ExpertsShape):
             "attn_implementation": "eager",
             "layer_types": alternating_layers(self.num_hidden_layers),
         }
+
+    def build(self, *, dropout: float) -> nn.Module:
+        """Returns the model, which makes masks of documents as transformers' others do."""
+        model = super().build(dropout=dropout)
+        decoder = model.get_submodule("model")
+        decoder.register_forward_pre_hook(_add_document_masks, with_kwargs=True)
+        return model
+
+
+def _add_document_masks(
+    decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Adds GPT-OSS's masks by kind of layer, for which transformers does not use positions."""
+    positions = kwargs.get("position_ids")
+    if positions is None or kwargs.get("attention_mask") is not None:
+        return args, kwargs
+    from transformers import masking_utils
+
+    given: Any = {
+        "config": decoder.config,
+        "inputs_embeds": torch.empty(*positions.shape, 0, device=positions.device),
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": positions,
+    }
+    masks = {
+        "full_attention": masking_utils.create_causal_mask(**given),
+        "sliding_attention": masking_utils.create_sliding_window_causal_mask(**given),
+    }
+    return args, {**kwargs, "attention_mask": masks}
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ class ModelShape(ABC):
             tens of steps.
         can_reinitialize: whether the model's initialiser can draw all parameters of an existing
             model.
+        limits_attention: whether attention can be limited to documents, by positions that restart
+            with each.
     """
 
     family: ClassVar[str]
@@ -34,6 +36,7 @@ class ModelShape(ABC):
     loss_unit: ClassVar[str] = "nats per token"
     tolerance: ClassVar[float] = 1e-5
     can_reinitialize: ClassVar[bool] = True
+    limits_attention: ClassVar[bool] = False
 
     def layers_of(self, model: nn.Module) -> list[nn.Module]:
         """Returns the repeated layers of a model of this shape, in order."""

@@ -58,6 +58,8 @@ class System(ABC):
         compute_dtype: dtype of compute in mixed precision; None: the dtype of the weights.
         device: that models and meshes are on.
         layer_policies: how layers run, for systems whose plans say so.
+        has_documents: whether batches have the positions of tokens in their documents, to which
+            attention is limited.
     """
 
     name: str
@@ -71,6 +73,8 @@ class System(ABC):
     accepts_degrees: bool = False
     # Whether it takes fsdp's placements of parameters, gradients and optimizer state.
     accepts_placements: bool = False
+    # Whether attention can be limited to the documents of packed sequences.
+    supports_documents: bool = False
     # Whether it can keep sharded parameters, gradients and optimizer state on the host.
     accepts_offload: bool = False
     # Whether it supports block-wise and matrix optimizers, which need parameters with their
@@ -109,6 +113,7 @@ class System(ABC):
         self.compute_dtype = compute_dtype
         self.device = device
         self.layer_policies = LayerPolicies()
+        self.has_documents = False
 
     @property
     def missing(self) -> str | None:
@@ -166,6 +171,18 @@ class System(ABC):
         del model, last
         return nullcontext()
 
+    @property
+    def inputs_on_host(self) -> tuple[str, ...]:
+        """Names of the tensors of a batch that stay on the host."""
+        return ()
+
+    def inputs(self, batch: Batch) -> AbstractContextManager[Batch]:
+        """Returns the context of forward and backward, whose value is what the model takes.
+
+        transformers' models make the mask of documents from positions that restart.
+        """
+        return nullcontext(batch)
+
     def forward_backward(
         self, model: nn.Module, batch: Batch, *, parts: int, last: bool, scale: float = 1.0
     ) -> Tensor:
@@ -181,8 +198,8 @@ class System(ABC):
         Returns:
             The loss divided by ``parts``, detached, without ``scale``.
         """
-        with self.microbatch(model, last=last):
-            loss = loss_of(model(**batch)) / parts
+        with self.microbatch(model, last=last), self.inputs(batch) as inputs:
+            loss = loss_of(model(**inputs)) / parts
             (loss * scale).backward()
         return loss.detach()
 
@@ -192,8 +209,8 @@ class System(ABC):
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Tensor:
         """Returns the loss of a microbatch, where gradients are disabled."""
-        with self.microbatch(model, last=True):
-            return loss_of(model(**batch))
+        with self.microbatch(model, last=True), self.inputs(batch) as inputs:
+            return loss_of(model(**inputs))
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clips gradients to the total norm ``max_norm``; returns the norm before."""

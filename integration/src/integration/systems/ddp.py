@@ -13,6 +13,7 @@ class DataParallel(System):
     """``torch.nn.parallel.DistributedDataParallel``."""
 
     name = "ddp"
+    supports_documents = True
     supports_all_optimizers = True
     supports_compile = True
     compute_dtypes = AUTOCAST_DTYPES

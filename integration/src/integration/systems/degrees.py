@@ -56,14 +56,22 @@ class Degrees:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Axes of the mesh and their sizes, the outermost first; axes of one rank are left out.
+        """Axes of the mesh and their sizes, the outermost first; axes of one rank are left out."""
+        return self.axes_with()
+
+    def axes_with(self, *needed: str) -> dict[str, int]:
+        """Returns the axes of the mesh and their sizes, the outermost first.
+
+        Axes of one rank are left out, unless they are needed.
 
         Expert parallelism among data parallel ranks splits their axis into two: the experts' mesh
         is a reshaped view of the same ranks. Of the ranks of "dp", replicas are the outermost.
         """
         experts = self._experts_of_data or 1
         sizes = {"dp": self.data // experts, "ep": experts, "cp": self.cp, "tp": self.tp}
-        return {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
+        return {name: size for name, size in sizes.items() if size > 1 or name in needed} or {
+            "dp": 1
+        }
 
     @property
     def offload_policy(self) -> OffloadPolicy:

@@ -24,6 +24,7 @@ class FullyShardedBuffers(System):
     """``fsdp.fully_shard`` on every transformer layer and on the root."""
 
     name = "fsdp"
+    supports_documents = True
     native = False
     accepts_meta_model = True
     needs_dist_rng_for_init = True

@@ -17,6 +17,7 @@ class FullyShardedOne(System):
     """``torch.distributed.fsdp.FullyShardedDataParallel``, one unit per transformer layer."""
 
     name = "fsdp1"
+    supports_documents = True
     supports_compile = True
     compute_dtypes = (torch.bfloat16,)
 

@@ -16,6 +16,7 @@ class FullyShardedTwo(System):
     """``torch.distributed.fsdp.fully_shard`` on every transformer layer and on the root."""
 
     name = "fsdp2"
+    supports_documents = True
     accepts_meta_model = True
     accepts_offload = True
     supports_all_optimizers = True

@@ -3,14 +3,16 @@
 It is imported on use, as the other systems need only torch.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+from integration.data import POSITIONS, Batch
 from integration.errors import UsageError
 from integration.models import DecoderShape, DiTShape, ExpertsShape, ModelShape
 from integration.systems.base import AUTOCAST_DTYPES, System, require_vocabulary
@@ -35,6 +37,7 @@ class PlanSystem(System):
     accepts_placements = True
     accepts_offload = True
     accepts_deferred_init = True
+    supports_documents = True
     shards_batches = True
     supports_all_optimizers = True
     on_buffers = True
@@ -70,7 +73,7 @@ class PlanSystem(System):
                     f"--ep: expected a model with experts, got a {shape.family}; leave it out"
                 )
             require_divisors(shape, ("num_local_experts",), "--ep", degrees.ep, degrees.fitting_ep)
-        if degrees.cp > 1:
+        if degrees.cp > 1 or self.has_documents:
             _check_context(shape, degrees)
         # Static mode divides heads unevenly, too. Phases (ZeRO-3) do not, nor plans of DeepSeek-V3,
         # whose kv_b_proj has the keys and the values of a head, which are of different sizes.
@@ -86,12 +89,16 @@ class PlanSystem(System):
         from plan_api import Plan, parallelize
 
         self.autocast(model)
-        if self.degrees.cp > 1 and self.make_plan is None:
-            describe_masks_of(model)
         axes = self.degrees.axes
+        if self.has_documents:  # of which attention knows where a plan has an axis of sequences
+            axes = self.degrees.axes_with("cp")
+        if "cp" in axes and self.make_plan is None:
+            describe_masks_of(model)
         mesh = init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         if self.make_plan is None:
-            plan = plan_of(shape, mesh, self.degrees, gathered=self.compute_dtype)
+            plan = plan_of(
+                shape, mesh, self.degrees, gathered=self.compute_dtype, balanced=self.has_documents
+            )
         else:
             plan = self.make_plan(mesh, shape, self.degrees)
         if not isinstance(plan, Plan):
@@ -110,6 +117,28 @@ class PlanSystem(System):
             if self.make_plan is None:
                 raise
             raise UsageError(f"--plan: {error}; correct it") from error
+
+    @property
+    def inputs_on_host(self) -> tuple[str, ...]:
+        """Positions, of which the mask of attention is made."""
+        return (POSITIONS,)
+
+    @contextmanager
+    def inputs(self, batch: Batch) -> Iterator[Batch]:
+        """Describes the mask of documents, instead of positions that restart.
+
+        The model's own positions count the tokens of a sequence. Rotary embeddings make of them
+        what they make of positions that restart, as scores depend on differences.
+        """
+        if not self.has_documents:
+            yield batch
+            return
+        from plan_api import AttentionMask, attention_mask
+
+        rows = batch[POSITIONS].chunk(self.degrees.data)
+        own = dist.get_rank() // (self.degrees.cp * self.degrees.tp)
+        with attention_mask(AttentionMask.of_position_ids(rows[own])):
+            yield {name: tensor for name, tensor in batch.items() if name != POSITIONS}
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         """Reduces gradients in the last microbatch only."""

@@ -11,6 +11,7 @@ class SingleDevice(System):
     """The unmodified model; no process group is used."""
 
     name = "single"
+    supports_documents = True
     accepts_meta_model = True
     supports_all_optimizers = True
     supports_compile = True

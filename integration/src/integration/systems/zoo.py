@@ -25,6 +25,7 @@ def plan_of(
     in_pipeline: bool = False,
     apart: Sequence[str] = (),
     gathered: torch.dtype | None = None,
+    balanced: bool = False,
 ) -> Plan:
     """Returns the plan of a model of ``shape``.
 
@@ -36,6 +37,7 @@ def plan_of(
             the schedules of pipelines reshard them, after a stage's last backward.
         apart: names of modules that fully_shard is applied to, beside layers and root.
         gathered: dtype in which fully_shard gathers parameters; None: their own.
+        balanced: whether context parallel ranks have tokens of equal area of each batch's mask.
     """
     names = mesh.mesh_dim_names or ()
     # An axis of one rank, where there is no other, shards nothing: torch would not view a batch of
@@ -45,8 +47,10 @@ def plan_of(
     options: dict[str, Any] = {"tp": tp, "sp": degrees.sp}
     if degrees.loss_parallel:
         options["loss_parallel"] = True
-    if degrees.cp > 1:
+    if "cp" in names:
         options |= {"cp": "cp", "cp_method": degrees.cp_method}
+        if balanced and degrees.cp_method != "ulysses":  # whose ranks have heads of all tokens
+            options["cp_order"] = "balanced"
     if degrees.ep > 1:
         options["ep"] = degrees.expert_axes or "tp"
     if isinstance(shape, DeepseekV3Shape):
@@ -60,7 +64,7 @@ def plan_of(
         plan.shard(r".*\.weight", Shard(0), "dp")
         plan.shard(r".*\.weight", Replicate(), "dp", Phase.RUN)
     elif degrees.dp_shard > 1:
-        axes = [*data, *["cp"] * (degrees.cp > 1)]
+        axes = [*data, *["cp"] * ("cp" in names)]
         modules = (re.escape(shape.layers) + r"\.\d+", *map(re.escape, apart), "")
         reshard = False if in_pipeline else None
         _fully_shard(plan, modules, axes, degrees, reshard, gathered)

@@ -24,6 +24,8 @@ NEVER_RESUME = "never"
 # Values of --random.
 NATIVE_RANDOM: Literal["stock"] = "stock"
 DIST_RNG_RANDOM: Literal["dist-rng"] = "dist-rng"
+# Of --attn-mask-type, attention within documents.
+BLOCK_CAUSAL: Literal["block-causal"] = "block-causal"
 
 _PROGRAM = "python -m integration.train"
 _DESCRIPTION = """Train a model and write a run folder: metrics.jsonl, summary.json, checkpoints.
@@ -112,6 +114,10 @@ class TrainConfig:
     """Samples of a microbatch on one rank."""
     sequence_length: Positive = 64
     """Tokens per sample of text."""
+    attn_mask_type: Literal["causal", "block-causal"] = "causal"
+    """What a token attends to: the tokens of its sample before it; or those of its document
+    (block-causal, as TorchTitan's block_causal and Megatron-LM's --reset-attention-mask), where
+    positions restart (under plan they go on, which rotary embeddings do not show)."""
     tokenizer: str = BYTES
     """Tokenizer of text: bytes; bpe:N, a byte-level BPE of N tokens that is trained on the data; or
     a tokenizer.json of the library tokenizers."""

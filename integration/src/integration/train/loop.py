@@ -404,6 +404,7 @@ def _load_data(setup: Setup, world: World) -> Samples:
             resumed=checkpoints and checkpoints.parent,
             first_on_host=world.is_first_on_host,
         ),
+        document_positions=setup.system.has_documents,
     )
 
 
@@ -415,7 +416,14 @@ def _batch_loader(setup: Setup, world: World, data: Samples) -> BatchLoader:
     plan, rank = setup.batch_plan, setup.system.data_rank(world.rank, world.size)
     if setup.system.shards_batches:
         plan, rank = plan.of_all_ranks(), 0
-    return BatchLoader(data, plan, rank=rank, seed=setup.config.seed, device=setup.system.device)
+    return BatchLoader(
+        data,
+        plan,
+        rank=rank,
+        seed=setup.config.seed,
+        device=setup.system.device,
+        on_host=setup.system.inputs_on_host,
+    )
 
 
 def _identity(setup: Setup, data: Samples) -> checkpoint.Identity:

@@ -22,6 +22,7 @@ from integration.systems.base import LayerPolicies
 from integration.systems.divisors import alternatives
 from integration.systems.plan import PlanSystem
 from integration.train.config import (
+    BLOCK_CAUSAL,
     DIST_RNG_RANDOM,
     NATIVE_RANDOM,
     TrainConfig,
@@ -137,6 +138,27 @@ RULES: tuple[OptionRule, ...] = (
         "leave either out",
     ),
     OptionRule(
+        "attn_mask_type",
+        "model",
+        lambda config: model_shape(config.model).limits_attention,
+        "a decoder of transformers, which has a mask of documents",
+        "leave --attn-mask-type out, or choose another --model",
+    ),
+    OptionRule(
+        "attn_mask_type",
+        "pp_degree",
+        lambda config: config.pp_degree == 1,
+        "--pp-degree 1, as stages do not get the documents of their microbatches",
+        "leave either out",
+    ),
+    OptionRule(
+        "attn_mask_type",
+        "plan",
+        lambda config: config.plan is None,
+        "a plan of the zoo, in which attention takes the mask",
+        "leave either out",
+    ),
+    OptionRule(
         "decay_steps",
         "schedule",
         lambda config: config.schedule == "linear",
@@ -229,6 +251,13 @@ RULES: tuple[OptionRule, ...] = (
     ),
     OptionRule(
         "compile",
+        "attn_mask_type",
+        lambda config: not _plans_documents(config),
+        "--attn-mask-type causal under plan, as attention within documents is not in one graph",
+        "leave either out",
+    ),
+    OptionRule(
+        "compile",
         "zero3",
         lambda config: not config.zero3,
         "no --zero3, which gathers parameters inside of layers",
@@ -264,6 +293,14 @@ RULES: tuple[OptionRule, ...] = (
         "leave one of the three out",
     ),
     OptionRule(
+        "fingerprint",
+        "attn_mask_type",
+        lambda config: config.dropout == 0 or not _plans_documents(config),
+        "--attn-mask-type causal with --dropout under plan, as attention within documents draws its"
+        " masks in parts",
+        "leave one of the three out",
+    ),
+    OptionRule(
         "profile_steps",
         "steps",
         lambda config: StepRange.parse(config.profile_steps or "").last <= config.steps,
@@ -278,6 +315,11 @@ RULES: tuple[OptionRule, ...] = (
         "give another, or more --steps",
     ),
 )
+
+
+def _plans_documents(config: TrainConfig) -> bool:
+    """Returns whether attention is within documents by a plan."""
+    return config.system == "plan" and config.attn_mask_type == BLOCK_CAUSAL
 
 
 def _trains_on_text(config: TrainConfig) -> bool:
@@ -338,6 +380,7 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
         )
     for rule in RULES:
         rule.check(config)
+    system.has_documents = config.attn_mask_type == BLOCK_CAUSAL
     if isinstance(system, PlanSystem) and config.plan is not None:
         system.make_plan = load_function("--plan", config.plan)
     _check_join_timeout(config)
@@ -448,6 +491,10 @@ def _supported_system(config: TrainConfig, device: Device) -> System:
         config.activation_checkpointing, config.activation_checkpointing_every, config.compile,
         config.precision, config.precision_exclude,
     )  # fmt: skip
+    if config.attn_mask_type == BLOCK_CAUSAL and not system.supports_documents:
+        fit = [name for name in SYSTEM_NAMES if get_system(name).supports_documents]
+        option = f"--attn-mask-type {BLOCK_CAUSAL}"
+        raise _unsupported(config, option, "--attn-mask-type causal", fit)
     if config.precision != "none" and not system.supports_precision:
         fit = [name for name in SYSTEM_NAMES if get_system(name).supports_precision]
         raise _unsupported(config, f"--precision {config.precision}", "--precision none", fit)
@@ -506,7 +553,8 @@ def _check_length(config: TrainConfig, system: System, shape: ModelShape) -> Non
         return
     length = config.sequence_length
     chunks, parts = (1, "an equal part") if config.cp_method == "ulysses" else (2, "two chunks")
-    if config.cp > 1 and length % (chunks * config.cp):
+    # Within the mask of a batch, whose documents are of any length, plans pad sequences.
+    if config.cp > 1 and not _plans_documents(config) and length % (chunks * config.cp):
         fit = [each for each in system.degrees.fitting("cp") if length % (chunks * each) == 0]
         raise UsageError(
             f"--cp {config.cp}: expected --sequence-length to be a multiple of"
@@ -588,22 +636,24 @@ def _check_optimizer(config: TrainConfig, system: System) -> None:
 
 
 def _check_random_of_context(config: TrainConfig, system: System) -> None:
-    """Refuses dropout of attention over sharded sequences where one device's cannot be drawn."""
+    """Refuses dropout of attention by masks' parts where one device's masks cannot be drawn."""
+    other = f"--cp {config.cp}" if config.cp > 1 else _spelled(config, "attn_mask_type")
     if system.device.is_accelerator:
         raise UsageError(
-            f"--dropout {config.dropout:g}: expected --device cpu with --cp {config.cp}, whose"
+            f"--dropout {config.dropout:g}: expected --device cpu with {other}, whose"
             " ranks draw one device's masks of attention weights there only, got --device"
             f" {system.device.type}; leave either out"
         )
     if importlib.util.find_spec("dist_rng") is None:
         raise UsageError(
-            f"--dropout {config.dropout:g} with --cp {config.cp} needs the package dist-rng, which"
+            f"--dropout {config.dropout:g} with {other} needs the package dist-rng, which"
             " is not installed; install it, or leave either out"
         )
 
 
 def _check_random(config: TrainConfig, system: System, shape: ModelShape) -> None:
-    if config.cp > 1 and config.dropout > 0 and shape.modality is Modality.TEXT:
+    draws_in_parts = config.cp > 1 or _plans_documents(config)
+    if draws_in_parts and config.dropout > 0 and shape.modality is Modality.TEXT:
         _check_random_of_context(config, system)
     if config.random != DIST_RNG_RANDOM:
         return

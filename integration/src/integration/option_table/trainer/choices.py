@@ -386,6 +386,12 @@ POLICIES: tuple[Choice, ...] = (
         {"schedule": "cosine", "min_learning_rate": 1e-4},
     ),
     Choice(
+        "--attn-mask-type block-causal",
+        "the decoder gets the positions of tokens in their documents, or attention a mask of them",
+        _each(lambda seen: seen.knows_documents),
+        {"attn_mask_type": "block-causal"},
+    ),
+    Choice(
         f"--tokenizer bpe:{_TOKENS}",
         "logits of as many tokens; the tokenizer and the tokens are in the run folder",
         _has_tokens,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from integration.data import POSITIONS
 from integration.option_table.recording import local_tensor
 from integration.train.metrics import RunSummary, StepRecord, read_metrics, read_summary
 
@@ -52,6 +53,8 @@ class TrainingObservation:
         head_shape: shape of the output layer's result on this rank.
         head_is_dtensor: whether that result is a DTensor.
         head_calls: calls of the output layer in one step.
+        knows_documents: whether the decoder runs with positions that restart with documents, or
+            with a mask of them.
         collectives: bytes of one step by kind.
         operators: calls of operators in one step, by name; empty unless layers are compiled or the
             run profiles itself.
@@ -79,6 +82,7 @@ class TrainingObservation:
     head_shape: tuple[int, ...] | None
     head_is_dtensor: bool
     head_calls: int
+    knows_documents: bool
     collectives: dict[str, int]
     operators: dict[str, int]
     activations: int
@@ -118,6 +122,7 @@ class _ModuleHooks:
     result: Tensor | None = None
     forward: Counter[int] = field(default_factory=Counter)
     backward: Counter[int] = field(default_factory=Counter)
+    knows_documents: bool = False
 
     def install(self, trainer: Trainer, model: nn.Module) -> None:
         """Counts calls in ``model``; of activation functions only where layers are not compiled."""
@@ -130,10 +135,18 @@ class _ModuleHooks:
             in_backward = torch._C._current_graph_task_id() != -1
             (self.backward if in_backward else self.forward)[trainer.step] += 1
 
+        def find_documents(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            from plan_api.context_parallel.batch import current_batch
+
+            positions = kwargs.get(POSITIONS)
+            self.knows_documents = positions is not None or current_batch() is not None
+
         compiled = trainer._setup.config.compile != "none"
         for name, module in model.named_modules():
             if name.rpartition(".")[2] == "lm_head":
                 module.register_forward_hook(count_head)
+            elif name.rpartition(".")[2] == "model":
+                module.register_forward_pre_hook(find_documents, with_kwargs=True)
             elif name.rpartition(".")[2] == "act_fn" and not compiled:
                 module.register_forward_hook(count_activation)
 
@@ -145,6 +158,7 @@ class _ModuleHooks:
             "head_shape": None if local is None else tuple(local.shape),
             "head_is_dtensor": isinstance(self.result, DTensor),
             "head_calls": self.head[_COUNTED],
+            "knows_documents": self.knows_documents,
             "activations": self.forward[_COUNTED],
             "activations_again": self.backward[_COUNTED],
         }

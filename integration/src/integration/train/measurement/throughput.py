@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from integration.data import POSITIONS
 from integration.device import Device
 from integration.models import ModelShape, loss_of
 from integration.train.setup import Setup
@@ -45,7 +46,11 @@ class Throughput:
     def of(setup: Setup, sample: Mapping[str, Tensor]) -> "Throughput":
         """Returns the throughput constants of a run; all ranks call it and measure their peaks."""
         config = setup.config
-        inputs = tuple((name, tensor.shape, tensor.dtype) for name, tensor in sample.items())
+        inputs = tuple(
+            (name, tensor.shape, tensor.dtype)
+            for name, tensor in sample.items()
+            if name != POSITIONS
+        )
         flops = _flops_of_sample(setup.shape, config.dropout, inputs)
         # Of which each rank has its own, and an unknown one is infinite.
         own = config.peak_flops or peak_flops(setup.system.device) or math.inf
@@ -71,7 +76,8 @@ def count_flops(build: Callable[[], nn.Module], batch: Mapping[str, Tensor]) -> 
 
     Matrix products, convolutions and attention count; recomputation does not, as MFU counts the
     FLOPs that the model needs (PaLM, arXiv 2204.02311, appendix B). Causal attention counts in
-    full. Of a mixture of experts, the experts that a token is routed to count.
+    full, and so does that within documents. Of a mixture of experts, the experts that a token is
+    routed to count.
 
     Args:
         build: builds the model; its tensors are fake, so that nothing is allocated or drawn.
