@@ -53,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_both(options: SoakOptions, fault_schedule: Sequence[Fault], note: Note) -> LossComparison:
     with ProgressBar() as bar:
-        for name, faults in ((UNDISTURBED, ()), (DISTURBED, fault_schedule)):
+        for name, schedule in ((UNDISTURBED, ()), (DISTURBED, fault_schedule)):
             show = partial(bar.show, name, total=options.steps)
-            with Torchrun(options, name, restarts=len(faults)) as run:
-                disturb(run, faults, timeout=options.timeout, say=note, progress=show)
+            with Torchrun(options, name, restarts=len(schedule)) as run:
+                disturb(run, schedule, timeout=options.timeout, say=note, progress=show)
     undisturbed, disturbed = (read_metrics(options.out / run) for run in (UNDISTURBED, DISTURBED))
     return compare(undisturbed, disturbed, options.steps)
 
