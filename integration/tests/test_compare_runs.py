@@ -90,7 +90,7 @@ def command(options):
     """Runs the command in this process; puts back the signal handlers that it installs."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     handlers = [signal.getsignal(number) for number in numbers]
-    yield lambda **changes: main(replace(options, **changes).command_line())
+    yield lambda *words, **changes: main([*replace(options, **changes).command_line(), *words])
     for number, handler in zip(numbers, handlers, strict=True):
         signal.signal(number, handler)
 
@@ -289,18 +289,19 @@ def test_the_command_fails_clearly_and_still_reports(script, options, command, c
         ddp={"losses": [*LOSSES[:4], float("nan")]},
         fsdp2={"losses": LOSSES[:2], "exit": 9},
     )
-    assert command() == 1
+    assert command("--json") == 1
     printed = capsys.readouterr()
     log = f"{options.out}/runs/systems/llama-tiny-fsdp2.log"
     assert f"llama-tiny-fsdp2 ended with exit code 9; its log is {log}" in printed.err
     assert "training fsdp2" in printed.err
-    assert "DOES NOT PASS" in printed.out
-    assert "The loss of ddp with llama-tiny is not finite from step 5 on." in printed.out
+    assert "DOES NOT PASS" in printed.err
+    assert "The loss of ddp with llama-tiny is not finite from step 5 on." in printed.err
     html = (options.out / "report.html").read_text()
     assert "llama-tiny-fsdp2 ended with exit code 9" in html
     assert "training fsdp2" in html
     # Strict JSON, though a loss is not a number.
-    text = (options.out / "results.json").read_text()
+    text = printed.out
+    assert (options.out / "results.json").read_text() == text
     results = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert results["passes"] is False
     assert results["experiments"]["systems"]["runs"][1]["records"][-1]["loss"] == "nan"

@@ -162,12 +162,20 @@ def test_a_product_is_that_of_its_variants(product):
     assert {run.job.config.system for run in named} == {product.variant.system}
 
 
-def test_the_command_writes_the_page_after_the_results_of_a_part_of_the_runs(tmp_path, monkeypatch):
+def test_the_command_writes_the_page_after_the_results_of_a_part_of_the_runs(
+    tmp_path, monkeypatch, capsys
+):
     support = tmp_path / "docs" / "support"
     support.mkdir(parents=True)
     (support / "composition.json").write_text(Path("docs/support/composition.json").read_text())
     monkeypatch.chdir(tmp_path)
-    main([])
+    assert main(["--json"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["page"] == "docs/support/composition.md"
+    assert found["products"] == len(products())
+    assert found["runs"] == sum(len(part.differences) for part in load().parts)
+    assert printed.err.count("\n") == 1
     written = ROOT / "docs" / "support" / "composition.md"
     assert (support / "composition.md").read_text() == written.read_text()
     before = load()
@@ -178,7 +186,7 @@ def test_the_command_writes_the_page_after_the_results_of_a_part_of_the_runs(tmp
         "experiments": {"parallelism": {"runs": [run, run | {"name": "an earlier one"}]}},
     }
     (tmp_path / "results.json").write_text(json.dumps(results))
-    main([str(tmp_path / "results.json")])
+    assert main([str(tmp_path / "results.json")]) == 0
     assert load().parts[-1] == measured({"dit-tiny-init-plan-tp": 5e-9})
     assert "| 5e-9 |" in (support / "composition.md").read_text()
     names = {name for part in before.parts for name in part.differences}

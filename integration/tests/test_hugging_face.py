@@ -77,7 +77,7 @@ SYSTEMS = {
 
 
 @pytest.mark.ranks
-def test_every_system_writes_the_bytes_that_it_was_given(llama, tmp_path):
+def test_every_system_writes_the_bytes_that_it_was_given(llama, tmp_path, capsys):
     from transformers import AutoModelForCausalLM
 
     for ranks, systems in ((1, {"single": {"system": "single"}}), (2, SYSTEMS)):
@@ -88,7 +88,13 @@ def test_every_system_writes_the_bytes_that_it_was_given(llama, tmp_path):
         run_ranks(save_untrained, ranks, runs, timeout=300)
         for name in systems:
             path, out = tmp_path / name / FOLDER / "step-00000000", tmp_path / f"{name}-out"
-            assert export([str(path), str(out)]) == 0
+            assert export([str(path), str(out), "--json"]) == 0
+            printed = capsys.readouterr()
+            found = json.loads(printed.out)
+            assert found["files"] == ["model.safetensors"]
+            assert found["bytes"] == sum(t.nbytes for t in tensors(out).values())
+            assert (found["checkpoint"], found["step"]) == (str(path), 0)
+            assert printed.err == f"exported: step 0, 0.44 MiB in 1 file: {out}\n"
             assert_same_bytes(llama, out)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "single-out").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors(llama).items())

@@ -47,7 +47,7 @@ def test_a_steady_step_has_the_median_of_each_kind_on_each_stage():
     ids=" ".join,
 )
 def test_the_command_measures_and_draws(schedules, tmp_path, capsys):
-    arguments = ["--ranks", "2", "--steps", "1", "--schedules", *schedules]
+    arguments = ["--ranks", "2", "--steps", "1", "--json", "--schedules", *schedules]
     assert bubble.main([*arguments, "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "bubble.json").read_text())
     assert [row["schedule"] for row in rows] == list(schedules)
@@ -55,7 +55,10 @@ def test_the_command_measures_and_draws(schedules, tmp_path, capsys):
     assert 0.0 < rows[0]["measured"] < 0.5
     assert rows[0]["expected"] == pytest.approx(1 / 9)
     assert rows[0]["wall"] >= 0.0
-    assert "| 1F1B | 2 | 1 | 8 | 11.1% |" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == rows
+    assert printed.err.startswith(f"1/{len(schedules)}: 1F1B on 2 ranks\n")
+    assert printed.err.splitlines()[-1].startswith("The idle share differs from its formula by")
     assert (tmp_path / "bubble-2.png").read_bytes().startswith(b"\x89PNG")
 
 

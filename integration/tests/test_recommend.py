@@ -338,7 +338,9 @@ def test_the_command_writes_what_the_trainer_reads(tmp_path, capsys):
     out = tmp_path / "best"
     words = ["llama-tiny", "--ranks", "2", "--hardware", "gloo", "--json", "--out", str(out)]
     assert main(words) == 0
-    found = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert printed.err.startswith(f"{found['candidates']} candidates, of which 0 do not fit")
     best = found["recommendations"][0]
     config = read_toml(out / "recipe.toml")
     assert validate(config, 2).config.model == "llama-tiny"

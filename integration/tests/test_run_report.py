@@ -1,5 +1,6 @@
 """The report of one run: its numbers, curves, starts and samples."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,8 @@ def test_a_run_that_was_resumed_at_another_product_has_both_and_a_sample(tmp_pat
     capsys.readouterr()
     arguments = [str(run), "--out", str(out), "--prompts", "def ", "x", "--max-tokens", "9"]
     assert main(arguments) == 0
-    assert capsys.readouterr().out.strip() == str(out / "report.html")
+    line = f"report of 4 steps of llama-tiny: {out / 'report.html'}\n"
+    assert capsys.readouterr().out == line
     page = (out / "report.md").read_text()
     assert "| 1 | single | 1 |\n| 3 | plan --tp 2 --sp | 2 |" in page
     assert "| tokens | 2,048 |" in page
@@ -64,7 +66,12 @@ def test_a_run_that_was_resumed_at_another_product_has_both_and_a_sample(tmp_pat
     assert "```text\ndef " in page
     assert (out / "figures" / "loss.png").stat().st_size > 1000
     again = tmp_path / "again"
-    assert main([*arguments[:2], str(again), *arguments[3:]]) == 0
+    assert main([*arguments[:2], str(again), *arguments[3:], "--json"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert (found["run"], found["report"]) == (str(run), str(again / "report.html"))
+    assert found["summary"] == json.loads((run / "summary.json").read_text())
+    assert printed.err.count("\n") == 1
     assert (again / "report.md").read_text() == page
 
 

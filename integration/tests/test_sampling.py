@@ -1,5 +1,7 @@
 """Images from a DiT: of models whose images are known, and by the command."""
 
+import json
+
 import pytest
 import torch
 from matplotlib.image import imread
@@ -145,7 +147,7 @@ def test_a_sharded_checkpoint_is_the_model_of_one_device(checkpoints):
 
 
 @pytest.mark.ranks
-def test_the_command_draws_a_row_per_sample(checkpoints, tmp_path):
+def test_the_command_draws_a_row_per_sample(checkpoints, tmp_path, capsys):
     sizes = {}
     for samples in (1, 3):
         out = tmp_path / "new" / f"{samples}.png"
@@ -155,8 +157,18 @@ def test_the_command_draws_a_row_per_sample(checkpoints, tmp_path):
         again = out.read_bytes()
         assert main([*given, "--steps", "4", "--guidance", "1.5", "--seed", "3"]) == 0
         assert out.read_bytes() == again
-        assert main([*given, "--steps", "4", "--guidance", "1.5", "--seed", "4"]) == 0
+        capsys.readouterr()
+        assert main([*given, "--steps", "4", "--guidance", "1.5", "--seed", "4", "--json"]) == 0
         assert out.read_bytes() != again
+        printed = capsys.readouterr()
+        assert json.loads(printed.out) == {
+            "checkpoint": str(checkpoints["two"]),
+            "seed": 4,
+            "out": str(out),
+            "images": 10 * samples,
+            "texts": [],
+        }
+        assert printed.err == f"sampled: {10 * samples} images of step-00000002: {out}\n"
     assert sizes[1][1] == sizes[3][1]
     assert sizes[3][0] > 2 * sizes[1][0]
 

@@ -1,5 +1,6 @@
 """Text from a decoder: of models whose text is known, and by the command."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -112,11 +113,16 @@ def test_a_sharded_checkpoint_writes_the_text_of_one_device(checkpoints, tmp_pat
     for name in ("one", "two", "bytes"):
         arguments = ["--prompt", "class ", "--max-tokens", "30", "--seed", "3", "--samples", "2"]
         assert main([str(checkpoints[name]), *arguments]) == 0
-        printed[name] = capsys.readouterr().out
+        printed[name], line = capsys.readouterr()
+        assert line == "sampled: 2 texts of step-00000002\n"
         out = tmp_path / "new" / "sample.txt"
         assert main([str(checkpoints[name]), *arguments, "--out", str(out)]) == 0
-        assert capsys.readouterr().out == ""
+        assert capsys.readouterr().out == f"{line.strip()}: {out}\n"
         assert out.read_bytes().decode() == printed[name]
+    assert main([str(checkpoints["bytes"]), *arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert f"\n{'-' * 72}\n".join(found["texts"]) + "\n" == printed["bytes"]
+    assert (found["seed"], found["out"], len(found["texts"])) == (3, None, 2)
     assert printed["one"] == printed["two"] != printed["bytes"]
     assert printed["one"].count("class ") >= 2
     trained = load_text_model(checkpoints["one"]).model.state_dict()["lm_head.weight"]

@@ -17,11 +17,15 @@ QUICK = ["--models", "llama3-70b", "--strategies", "FSDP", "--ranks", "128,64"]
 
 def test_the_command_writes_a_report(tmp_path, capsys):
     left_out = ["--no-initialisation", "--no-dispatch", "--model-scaling", ""]
-    assert main([*QUICK, *left_out, "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr()
-    assert printed.out.strip() == str(tmp_path / "report.html")
-    assert "2/3: counting llama3-70b, FSDP, 128 ranks" in printed.err
+    assert main([*QUICK, *left_out, "--out", str(tmp_path), "--json"]) == 0
+    printed, report = capsys.readouterr(), tmp_path / "report.html"
+    assert printed.err.splitlines()[1:] == [
+        "2/3: counting llama3-70b, FSDP, 128 ranks",
+        "3/3: padding and model scaling",
+        f"simulated 2 steps of 1 models on up to 128 ranks: {report}",
+    ]
     found = json.loads((tmp_path / "scale.json").read_text())
+    assert json.loads(printed.out) == found | {"report": str(report)}
     assert [(one["strategy"], one["ranks"]) for one in found["counts"]] == [
         ("FSDP", 64),
         ("FSDP", 128),
@@ -38,6 +42,7 @@ def test_the_command_writes_a_report(tmp_path, capsys):
     html = (tmp_path / "report.html").read_text()
     assert html.count("data:image/svg+xml;base64,") == 8  # light and dark
     assert "--efficiency 0.5" in html
+    assert "--json" not in html
     assert "http" not in html.replace("http://www.w3.org", "")
 
 

@@ -106,11 +106,14 @@ def test_a_run_recovers_from_faults_of_every_kind(tmp_path, capsys):
     steps = 10 * (count + 1)
     short = ["--steps", str(steps), "--every", "10", "--checkpoint-every", "4", "--timeout", "8"]
     short += ["--kinds", ",".join(KINDS)]
-    code = main([*short, "--out", str(out)])
-    message = capsys.readouterr().out
-    assert code == 0, message
-    assert f"the losses of all {steps} steps are equal, bit for bit" in message
-    incidents = json.loads((out / "soak.json").read_text())["incidents"]
+    code = main([*short, "--out", str(out), "--json"])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert f"the losses of all {steps} steps are equal, bit for bit" in printed.err
+    found = json.loads((out / "soak.json").read_text())
+    assert json.loads(printed.out) == found | {"log": str(out / "soak.md")}
+    assert found["passed"]
+    incidents = found["incidents"]
     assert [one["fault"]["step"] for one in incidents] == list(range(10, steps, 10))
     assert {one["fault"]["kind"] for one in incidents} == set(KINDS)
     for one in incidents:

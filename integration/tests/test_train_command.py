@@ -45,13 +45,13 @@ def train(out, *options, check=0):
 
 @pytest.fixture(scope="module")
 def train_ranks(start_on_ranks):
-    """Runs the command on ranks of the environment; returns what the first prints to stderr."""
+    """Runs the command on ranks of the environment; returns the ended processes."""
 
     def train_ranks(out, *options, check=0):
         started = start_on_ranks(2, *command(out, *options)[1:])
         ended = [process.wait(timeout=180) for process in started]
         assert [each.returncode for each in ended] == [check] * 2, ended
-        return ended[0].stderr
+        return ended
 
     return train_ranks
 
@@ -78,8 +78,20 @@ def wait_for_step(out, step, process):
 def undisturbed(train_ranks, tmp_path_factory):
     """A run of two DDP ranks that nothing interrupts."""
     out = tmp_path_factory.mktemp("undisturbed")
-    train_ranks(out, "--system", "ddp")
+    first, second = train_ranks(out, "--system", "ddp", "--json")
+    assert second.stdout == ""
+    (out / "result.json").write_text(first.stdout)
     return out
+
+
+def test_the_result_is_json_on_the_stdout_of_the_first_rank(undisturbed):
+    result = json.loads((undisturbed / "result.json").read_text())
+    records = read_metrics(undisturbed)
+    assert (result["out"], result["finished"], result["step"]) == (str(undisturbed), True, STEPS)
+    assert result["loss"] == records[-1].loss
+    assert result["tokens"] == STEPS * 8 * 64
+    assert result["seconds"] == pytest.approx(sum(record.seconds for record in records))
+    assert result["summary"] == json.loads((undisturbed / "summary.json").read_text())
 
 
 def test_an_undisturbed_run_writes_what_it_promises(undisturbed):
@@ -101,6 +113,7 @@ class Interrupted:
         out: folder of the run.
         refusal: what a second job of the same folder printed while the run was suspended.
         codes: exit codes of its ranks behind SIGTERM.
+        printed: what its ranks printed to stdout.
         stopped_at: its last step then.
         newest: name of its newest checkpoint then.
         left: ranks that still ran 10 s after their launcher was killed.
@@ -111,6 +124,7 @@ class Interrupted:
     out: Path
     refusal: str
     codes: set[int]
+    printed: list[str]
     stopped_at: int
     newest: str
     left: list[psutil.Process]
@@ -129,7 +143,8 @@ def interrupted(start_on_ranks, train_ranks, tmp_path_factory):
     for rank in ranks:
         rank.send_signal(signal.SIGCONT)
         rank.send_signal(signal.SIGTERM)  # all get it, as torchrun's agent does
-    codes, stopped_at = {rank.wait(60).returncode for rank in ranks}, losses(out)[-1][0]
+    ended, stopped_at = [rank.wait(60) for rank in ranks], losses(out)[-1][0]
+    codes, printed = {each.returncode for each in ended}, [each.stdout for each in ended]
     newest = newest_complete(out).path.name
 
     process = start_and_wait_for_step(out, stopped_at + 2, *options, "--ranks", "2")
@@ -138,8 +153,8 @@ def interrupted(start_on_ranks, train_ranks, tmp_path_factory):
     process.wait(60)
     left = psutil.wait_procs(ranks, timeout=10)[1]
     reached = losses(out)[-1][0]
-    resumed = train_ranks(out, "--system", "ddp")
-    return Interrupted(out, refusal, codes, stopped_at, newest, left, reached, resumed)
+    resumed = train_ranks(out, "--system", "ddp")[0].stderr
+    return Interrupted(out, refusal, codes, printed, stopped_at, newest, left, reached, resumed)
 
 
 def test_a_second_job_in_a_run_folder_is_refused(interrupted):
@@ -154,6 +169,13 @@ def test_sigterm_ends_a_run_with_a_checkpoint(interrupted):
     assert interrupted.codes == {EXIT_TERMINATED}
     assert interrupted.stopped_at < STEPS, "the signal came too late to prove anything"
     assert interrupted.newest == f"step-{interrupted.stopped_at:08d}"
+    line, *others = interrupted.printed
+    assert re.fullmatch(
+        rf"stopped at step {interrupted.stopped_at}, loss \d\.\d{{4}}, [\d,]+ tokens/s:"
+        rf" {interrupted.out}\n",
+        line,
+    )
+    assert others == [""]
 
 
 def test_ranks_end_with_a_killed_launcher(interrupted):
@@ -227,9 +249,9 @@ def test_damaged_checkpoints_are_named_and_automatic_resume_takes_the_one_before
     short = next(truncated.glob("*.distcp"))
     os.truncate(short, short.stat().st_size - 1)
     options = ["--system", "ddp"]
-    named = train_ranks(out, *options, "--resume", str(flipped), check=2)
+    named = train_ranks(out, *options, "--resume", str(flipped), check=2)[0].stderr
     assert f"checkpoint {flipped} is damaged: {shard.name}: expected checksum" in named
-    automatic = train_ranks(out, *options)
+    automatic = train_ranks(out, *options)[0].stderr
     assert f"skipped: checkpoint {flipped} is damaged: {shard.name}" in automatic
     assert f"skipped: checkpoint {truncated} is truncated: {short.name}: expected" in automatic
     assert f"at step {STEPS - 2 * EVERY}" in automatic

@@ -1,5 +1,6 @@
 """The command of the gallery, and that every picture of the documentation is one of it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,13 @@ DRAWN = sorted(PICTURES.keys() - {"flame", "padding", "plan_view", "steps"})
 @pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_picture_is_drawn(name, tmp_path, capsys):
-    assert main([name, "--out", str(tmp_path)]) == 0
+    assert main([name, "--out", str(tmp_path), "--json"]) == 0
     path = tmp_path / PICTURES[name].file
-    assert capsys.readouterr().out == f"{path}\n"
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {
+        "pictures": [{"name": name, "path": str(path), "bytes": path.stat().st_size}]
+    }
+    assert printed.err == f"1/1: {name}\ndrawn: 1 picture in {tmp_path}\n"
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

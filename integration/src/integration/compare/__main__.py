@@ -8,11 +8,12 @@ from rich.console import Console
 from integration.compare import results_folder
 from integration.compare.display import JobsDisplay
 from integration.compare.options import parse_options
-from integration.compare.report import ExperimentResults, find, make_report
+from integration.compare.report import RESULTS_FILE, ExperimentResults, find, make_report
 from integration.compare.result import compare_runs
 from integration.compare.runner import run_jobs
 from integration.compare.setup import Comparison, prepare
 from integration.errors import EXIT_USAGE, UsageError
+from integration.report.command_output import to_json
 from integration.report.terminal import print_report
 from integration.report.write import write_report
 from integration.train.stop import EXIT_TERMINATED, StopRequest
@@ -36,7 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"stopped on request: no report; what the runs wrote is in {runs}", file=sys.stderr)
         return EXIT_TERMINATED
     report = make_report(comparison, results, arguments)
-    print_report(report, write_report(report, out), Console(highlight=False))
+    as_json = comparison.options.json
+    document = to_json(report.document)
+    (out / RESULTS_FILE).write_text(document + "\n")
+    if as_json:
+        print(document)
+    console = Console(stderr=as_json, highlight=False)
+    print_report(report.page, write_report(report.page, out), console)
     return 0 if all(each.passes for each in results) else EXIT_NOT_PASSED
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from integration.compare.result import Failure
 from integration.compare.run import TrainingJob
 from integration.compare.runner import Outcome
-from integration.report.live_display import LiveDisplay
+from integration.report.command_output import LiveDisplay
 from integration.train.metrics import StepRecord
 
 

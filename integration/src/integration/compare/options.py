@@ -35,12 +35,14 @@ class CompareOptions:
         own: options of experiments by name; others have their defaults.
         experiments: names of the experiments to run, separated by commas; None: all.
         known: the experiments that can be named.
+        json: whether stdout gets results.json; it is no option of the runs.
     """
 
     shared: SharedOptions = field(default_factory=SharedOptions)
     own: Mapping[str, Any] = field(default_factory=dict)
     experiments: str | None = None
     known: tuple[Experiment[Any], ...] = field(default_factory=discover)
+    json: bool = False
 
     @property
     def out(self) -> Path:
@@ -102,7 +104,7 @@ def parse_options(
         args=rest,
     )
     own = {each.name: getattr(parsed, each.name) for each in known}
-    return CompareOptions(parsed.shared, own, parsed.experiments, known)
+    return CompareOptions(parsed.shared, own, parsed.experiments, known, json=parsed.json)
 
 
 def _parsed_class(known: Sequence[Experiment[Any]], *, is_full: bool) -> type[Any]:
@@ -110,8 +112,10 @@ def _parsed_class(known: Sequence[Experiment[Any]], *, is_full: bool) -> type[An
     names = ",".join(each.name for each in known)
     chosen = tyro.conf.arg(help="Experiments to run, separated by commas; all by default.")
     top = tyro.conf.arg(name="")  # options without a prefix
+    output = tyro.conf.arg(help="Print results.json to stdout, and the tables to stderr.")
     members: list[Any] = [
         ("experiments", Annotated[str, chosen], field(default=names)),
+        ("json", Annotated[bool, output], field(default=False)),
         ("shared", Annotated[SharedOptions, top], field(default=SharedOptions())),
     ]
     for each in known:

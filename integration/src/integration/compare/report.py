@@ -1,10 +1,7 @@
-"""Makes the report of a comparison, and writes its numbers to results.json."""
+"""Makes the report of a comparison, and the document of its numbers, results.json."""
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from integration.compare.experiment import Findings
@@ -28,6 +25,19 @@ _SAME_BITS = (
     "On the same machine with the same versions losses are equal bit for bit; times are not. All"
     f" numbers are in `{RESULTS_FILE}`."
 )
+
+
+@dataclass(frozen=True)
+class ComparisonReport:
+    """The report of a comparison, for readers and for programs.
+
+    Attributes:
+        page: the report.
+        document: every number, for results.json.
+    """
+
+    page: ReportPage
+    document: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -62,11 +72,11 @@ def find(prepared: PreparedExperiment, results: Sequence[Result]) -> ExperimentR
 
 def make_report(
     comparison: Comparison, every: Sequence[ExperimentResults], arguments: Sequence[str]
-) -> ReportPage:
-    """Returns the report of a comparison, and writes its numbers to results.json.
+) -> ComparisonReport:
+    """Returns the report of a comparison.
 
     Args:
-        comparison: the comparison, whose ``out`` exists.
+        comparison: the comparison.
         every: the results of its experiments.
         arguments: the command line.
     """
@@ -106,13 +116,7 @@ def make_report(
         "lines_of_code": [asdict(each) for each in count_efforts()],
         "experiments": {each.name: each.facts() for each in every},
     }
-    write_results(comparison.options.out / RESULTS_FILE, document)
-    return report
-
-
-def write_results(path: Path, document: dict[str, Any]) -> None:
-    """Writes the results as JSON; numbers that are not finite become "nan", "inf" and "-inf"."""
-    path.write_text(json.dumps(_jsonable(document), indent=2, allow_nan=False) + "\n")
+    return ComparisonReport(report, document)
 
 
 def _failed(failure: Failure) -> Section:
@@ -123,13 +127,3 @@ def _failed(failure: Failure) -> Section:
 def _environment(environment: Environment) -> Section:
     columns = (Column(""), Column(""))
     return Section("Environment", (Table(columns, tuple(environment.facts())),))
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _jsonable(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return str(value) if isinstance(value, Path) else value

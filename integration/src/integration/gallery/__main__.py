@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from integration.gallery.pictures import discover
+from integration.report.command_output import ProgressBar, print_result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,15 +20,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("docs/gallery"), help="folder of the files"
     )
+    parser.add_argument("--json", action="store_true", help="print the files as JSON")
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.names) - set(pictures))
     if unknown:
         parser.error(f"expected names of pictures, {', '.join(pictures)}; got {', '.join(unknown)}")
     options.out.mkdir(parents=True, exist_ok=True)
-    for name in options.names or pictures:
-        path = options.out / pictures[name].file
-        path.write_bytes(pictures[name].draw())
-        print(path)
+    names = options.names or list(pictures)
+    drawn = []
+    with ProgressBar() as bar:
+        for number, name in enumerate(names, 1):
+            bar.begin(name, number, len(names))
+            path = options.out / pictures[name].file
+            size = path.write_bytes(pictures[name].draw())
+            drawn.append({"name": name, "path": path, "bytes": size})
+    pictures_drawn = "1 picture" if len(drawn) == 1 else f"{len(drawn)} pictures"
+    sentence = f"drawn: {pictures_drawn} in {options.out}"
+    print_result(sentence, {"pictures": drawn}, as_json=options.json)
     return 0
 
 

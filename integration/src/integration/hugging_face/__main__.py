@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,36 @@ from fsdp.checkpoint import save_safetensors
 from integration.errors import EXIT_USAGE, UsageError
 from integration.hugging_face.names import names_in_files
 from integration.models import build_model_on_meta, shape_from
+from integration.report.command_output import ProgressBar, print_result
+from integration.report.formatting import mebibytes
 from integration.train.checkpoint import checkpoint
 from integration.train.folders import make_folder, require_folder
+
+_STEPS = ("reading the weights", "writing safetensors")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A folder of safetensors.
+
+    Attributes:
+        checkpoint: whose weights it has.
+        step: of the checkpoint.
+        out: the folder.
+        files: names of its files of weights.
+        bytes: of the tensors in them.
+    """
+
+    checkpoint: Path
+    step: int
+    out: Path
+    files: tuple[str, ...]
+    bytes: int
+
+    def __str__(self) -> str:
+        """Returns a line on what was written."""
+        files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        return f"exported: step {self.step}, {mebibytes(self.bytes)} in {files}: {self.out}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,20 +52,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m integration.hugging_face", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="a folder checkpoints/step-N of a run")
     parser.add_argument("out", type=Path, help="folder to write, for from_pretrained")
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     parsed = parser.parse_args(arguments)
     try:
-        export(parsed.checkpoint, parsed.out)
+        with ProgressBar() as bar:
+            exported = export(parsed.checkpoint, parsed.out, bar)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    print_result(str(exported), asdict(exported), as_json=parsed.json)
     return 0
 
 
-def export(path: Path, out: Path) -> None:
+def export(path: Path, out: Path, bar: ProgressBar) -> Exported:
     """Writes the weights of a checkpoint, of any system and number of ranks, and config.json.
 
     The weights are in the memory of this process once. ``out`` is created when every file has been
-    written.
+    written, and ``bar`` shows what is done.
 
     Raises:
         UsageError: the checkpoint is incomplete, or ``out`` exists or cannot be written.
@@ -51,13 +83,16 @@ def export(path: Path, out: Path) -> None:
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a command that was killed
     make_folder(partial)
+    bar.show(_STEPS[0], 0, len(_STEPS))
     checkpoint.load_weights(path, model.state_dict())
-    save_safetensors(model, partial, rename=names_in_files(model))
+    bar.show(_STEPS[1], 1, len(_STEPS))
+    saved = save_safetensors(model, partial, rename=names_in_files(model))
     config: Any = getattr(model, "config", None)  # only Hugging Face's models have one
     if config is not None:
         config.architectures = [type(model).__name__]
         config.save_pretrained(partial)
     os.rename(partial, out)
+    return Exported(path, manifest.step, out, saved.files, saved.total_bytes)
 
 
 if __name__ == "__main__":

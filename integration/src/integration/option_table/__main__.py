@@ -1,10 +1,11 @@
-"""``python -m integration.option_table``: writes docs/support/options.md from the table."""
+"""``python -m integration.option_table [PAGE]``: writes docs/support/options.md from the table."""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from integration.option_table.fully_shard import choices as sharding
 from integration.option_table.pairwise import Choice, Pair
 from integration.option_table.plan import choices as planning
 from integration.option_table.trainer import choices as training
+from integration.report.command_output import ProgressBar, print_result
 from integration.report.markdown import render_table
 from integration.report.section import Column, Table
 
@@ -56,11 +58,6 @@ those on 2 ranks, with the other tests. In each of them gradients and weights ar
 device's. What is refused is a `ValueError`, of which the table has the first line. Entries that use
 one axis of the mesh in two ways are no pair.
 """
-
-
-def page() -> str:
-    """Returns the page, as Markdown."""
-    return "\n".join((trainer_section(), fully_shard_section(), plan_section())) + "\n"
 
 
 def trainer_section() -> str:
@@ -117,5 +114,41 @@ def _tables(choices: Iterable[Choice], pairs: Iterable[Pair]) -> Iterator[str]:
     yield render_table(Table((Column("options"), Column("sentence")), tuple(rows)))
 
 
+@dataclass(frozen=True)
+class _Section:
+    """A section of the page, with the options that it is on."""
+
+    write: Callable[[], str]
+    options: Sequence[Choice]
+
+
+_SECTIONS = {
+    "the trainer": _Section(trainer_section, training.CHOICES),
+    "fully_shard": _Section(fully_shard_section, sharding.CHOICES),
+    "Plan and parallelize": _Section(plan_section, planning.CHOICES),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes the page; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m integration.option_table", description=__doc__)
+    parser.add_argument(
+        "page", metavar="PAGE", nargs="?", type=Path, default=Path("docs/support/options.md")
+    )
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
+    parsed = parser.parse_args(arguments)
+    texts = []
+    with ProgressBar() as bar:
+        for number, (name, section) in enumerate(_SECTIONS.items(), 1):
+            bar.begin(name, number, len(_SECTIONS))
+            texts.append(section.write())
+    parsed.page.write_text("\n".join(texts) + "\n")
+    options = {name: len(section.options) for name, section in _SECTIONS.items()}
+    counts = ", ".join(f"{number} of {name}" for name, number in options.items())
+    sentence = f"written: options, {counts}: {parsed.page}"
+    print_result(sentence, {"page": parsed.page, "options": options}, as_json=parsed.json)
+    return 0
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1] if len(sys.argv) > 1 else "docs/support/options.md").write_text(page())
+    sys.exit(main())

@@ -11,6 +11,7 @@ what that has of the same runs, if they are an argument:
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from integration.option_table.products import (
     products,
 )
 from integration.option_table.trainer.choices import BASE, covering_runs, ranks_of, run_options
+from integration.report.command_output import print_result
 from integration.report.formatting import ABSENT, scientific
 from integration.report.markdown import render_table
 from integration.report.section import Column, Table
@@ -295,16 +297,31 @@ def load() -> ComparisonRecord:
     return ComparisonRecord.of_json(json.loads((_SUPPORT / "composition.json").read_text()))
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Writes the page, after the measurements if a results.json is given."""
-    for path in arguments:
-        measured = Measurements.of_results(json.loads(Path(path).read_text()))
-        known = {run.job.name for run in compared_runs(EXPERIMENT.full)}
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes the page, after the measurements if a results.json is given; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m integration.option_table.composition",
+        description="Writes docs/support/composition.md.",
+    )
+    parser.add_argument(
+        "results", metavar="RESULTS", nargs="*", type=Path, help="results.json of comparisons"
+    )
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
+    parsed = parser.parse_args(arguments)
+    known = {run.job.name for run in compared_runs(EXPERIMENT.full)}
+    for path in parsed.results:
+        measured = Measurements.of_results(json.loads(path.read_text()))
         record = load().updated(measured).restricted_to(known)
         text = json.dumps(record.as_json(), indent=1) + "\n"
         (_SUPPORT / "composition.json").write_text(text)
-    (_SUPPORT / "composition.md").write_text(page(load()))
+    record, path = load(), _SUPPORT / "composition.md"
+    path.write_text(page(record))
+    runs = sum(len(part.differences) for part in record.parts)
+    sentence = f"written: {runs} compared runs of {len(products())} products: {path}"
+    document = {"page": path, "runs": runs, "products": len(products())}
+    print_result(sentence, document, as_json=parsed.json)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

@@ -6,7 +6,6 @@ the wall clock gives it too, including communication and other load of the machi
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -36,6 +35,7 @@ from integration.pipeline.timeline import (
     median_step,
     replay,
 )
+from integration.report.command_output import ProgressBar, print_result, to_json
 from integration.report.figures import new_figure, save_png, style_axes
 from integration.report.markdown import render_table
 from integration.report.palette import LIGHT, Theme
@@ -258,16 +258,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bubbles: list[Bubble] = []
     timelines: dict[int, dict[str, Timeline]] = {}
     cases = [(ranks, name) for ranks in options.ranks for name in options.schedules]
-    for number, (ranks, name) in enumerate(cases, 1):
-        print(f"{number}/{len(cases)}: {name} on {ranks} ranks", file=sys.stderr, flush=True)
-        bubble, timeline = measure(SCHEDULES[name], ranks, options.microbatches, options.steps)
-        bubbles.append(bubble)
-        timelines.setdefault(ranks, {})[name] = timeline
-    rows = json.dumps([asdict(bubble) for bubble in bubbles], indent=2)
-    print(rows if options.json else f"{render_table(bubble_table(bubbles))}\n{result(bubbles)}")
+    with ProgressBar() as bar:
+        for number, (ranks, name) in enumerate(cases, 1):
+            bar.begin(f"{name} on {ranks} ranks", number, len(cases))
+            bubble, timeline = measure(SCHEDULES[name], ranks, options.microbatches, options.steps)
+            bubbles.append(bubble)
+            timelines.setdefault(ranks, {})[name] = timeline
+    rows = [asdict(bubble) for bubble in bubbles]
+    if not options.json:
+        print(render_table(bubble_table(bubbles)))
+    print_result(result(bubbles), rows, as_json=options.json)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "bubble.json").write_text(rows + "\n")
+        (options.out / "bubble.json").write_text(to_json(rows) + "\n")
         for ranks, drawn in timelines.items():
             save_png(draw_timelines(drawn, LIGHT), options.out / f"bubble-{ranks}.png")
     return 0

@@ -1,6 +1,5 @@
 """``python -m integration.recommend``: recommends how to train a model on a number of ranks."""
 
-import json
 import sys
 import warnings
 from collections.abc import Sequence
@@ -28,23 +27,19 @@ def _run(setup: RecommendSetup) -> int:
     # Imported after validation, as they take seconds.
     from integration.recommend.output import as_json, recommendation_table, sentences, write
     from integration.recommend.search import recommend
+    from integration.report.command_output import ProgressBar, to_json
     from integration.report.terminal import print_table
 
     warnings.simplefilter("ignore")  # of torch's, about fake process groups
-    errors = Console(stderr=True)
-    with errors.status("counting") as status:
-        found = recommend(
-            setup,
-            lambda what, number, total: status.update(f"counting {number}/{total}: {what}"),
-        )
+    with ProgressBar() as bar:
+        found = recommend(setup, lambda what, number, total: bar.show(what, number - 1, total))
+    console = Console(stderr=setup.options.json)
     if setup.options.json:
-        print(json.dumps(as_json(setup, found), indent=1))
-    else:
-        console = Console()
-        if found.ranked:
-            print_table(recommendation_table(found), console)
-        for sentence in sentences(setup, found):
-            console.print(sentence, soft_wrap=True, markup=False, highlight=False)
+        print(to_json(as_json(setup, found)))
+    elif found.ranked:
+        print_table(recommendation_table(found), console)
+    for sentence in sentences(setup, found):
+        console.print(sentence, soft_wrap=True, markup=False, highlight=False)
     if found.ranked and setup.options.out is not None:
         for path in write(setup, found.ranked[0], setup.options.out):
             print(f"written: {path}", file=sys.stderr)

@@ -5,7 +5,7 @@ Writes report.html, report.md and figures into the run folder, or into ``--out``
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from matplotlib.figure import Figure as MatplotlibFigure
 from integration.data import Modality
 from integration.errors import EXIT_USAGE, UsageError
 from integration.models import shape_from
+from integration.report.command_output import ProgressBar, print_result
 from integration.report.figures import new_figure, style_axes
 from integration.report.palette import Theme
 from integration.report.section import (
@@ -60,6 +61,8 @@ class ReportOptions:
     """Divides the logits before sampling; 0 takes the most probable token."""
     seed: int = 0
     """Seed of the first sample; the next ones have the next numbers."""
+    json: bool = False
+    """Print the summary of the run and the path of its report as JSON."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,10 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             description=__doc__,
             args=arguments,
         )
-        print(write_run_report(options))
+        report = write_run_report(options)
+        summary = read_summary(options.run)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    document = {"report": report, "run": options.run, "summary": asdict(summary)}
+    sentence = f"report of {summary.steps:,} steps of {summary.model}: {report}"
+    print_result(sentence, document, as_json=options.json)
     return 0
 
 
@@ -133,9 +140,11 @@ def _samples(path: Path | None, options: ReportOptions) -> list[Section]:
     if shape_from(checkpoint.read_manifest(path).identity.model).modality is not Modality.TEXT:
         return []
     decoder, texts = load_text_model(path), []
-    for seed, prompt in enumerate(options.prompts, options.seed):
-        how = TextSampling(prompt, options.max_tokens, options.temperature)
-        texts += generate(decoder, how, samples=1, seed=seed)
+    with ProgressBar() as bar:
+        for number, prompt in enumerate(options.prompts):
+            bar.show("sampling", number, len(options.prompts))
+            how = TextSampling(prompt, options.max_tokens, options.temperature)
+            texts += generate(decoder, how, samples=1, seed=options.seed + number)
     head = Paragraph(
         f"By the checkpoint `{path.name}`, at temperature {options.temperature:g}, with seeds from"
         f" {options.seed}; the prompts are {', '.join(f'`{each!r}`' for each in options.prompts)}."

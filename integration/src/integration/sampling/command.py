@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +12,7 @@ from integration.data import Modality
 from integration.device import Device, DeviceOption, select_device
 from integration.errors import EXIT_USAGE, UsageError
 from integration.models import shape_from
+from integration.report.command_output import ProgressBar, print_result
 from integration.sampling.image import Sampling, write_images
 from integration.sampling.text import TextSampling, generate, load_text_model
 from integration.train.checkpoint import checkpoint
@@ -21,7 +22,7 @@ _DESCRIPTION = """Sample from a checkpoint of a run, of any system and number of
 
 A DiT draws digits into --out FILE.png, a column per class and a row per sample, by DDIM's
 deterministic steps with classifier-free guidance. A language model continues --prompt; the text
-goes to the terminal, or to --out FILE.txt. A seed gives the same samples."""
+goes to stdout, or to --out FILE.txt. A seed gives the same samples."""
 _IMAGES_OF_EACH_DIGIT = 6
 _LINE = "-" * 72
 
@@ -39,8 +40,40 @@ class SampleOptions:
     device: DeviceOption = "auto"
     """auto (the machine's accelerator, or the CPU), cpu, cuda, or sim, which is testkit's simulated
     accelerator."""
+    json: bool = False
+    """Print what was sampled as JSON, with the texts."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     text: Annotated[TextSampling, tyro.conf.arg(name="")] = field(default_factory=TextSampling)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the command has sampled.
+
+    Attributes:
+        checkpoint: of the model.
+        seed: of the noise, or of the tokens.
+        out: the file that was written; None: none.
+        images: number of images of a DiT.
+        texts: of a language model.
+    """
+
+    checkpoint: Path
+    seed: int
+    out: Path | None
+    images: int = 0
+    texts: tuple[str, ...] = ()
+
+    @property
+    def content(self) -> str:
+        """The texts, as a file or the terminal gets them."""
+        return f"\n{_LINE}\n".join(self.texts) + "\n"
+
+    def __str__(self) -> str:
+        """Returns a line on what was sampled."""
+        number, what = (len(self.texts), "text") if self.texts else (self.images, "image")
+        where = "" if self.out is None else f": {self.out}"
+        return f"sampled: {number} {what}{'s' * (number > 1)} of {self.checkpoint.name}{where}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,15 +85,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             description=_DESCRIPTION,
             args=arguments,
         )
-        write_samples(options)
+        sampled = write_samples(options)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    if sampled.out is None and not options.json:  # stdout has the texts alone
+        sys.stdout.write(sampled.content)
+        print(sampled, file=sys.stderr)
+    else:
+        print_result(str(sampled), asdict(sampled), as_json=options.json)
     return 0
 
 
-def write_samples(options: SampleOptions) -> None:
-    """Samples what the checkpoint's model generates, and writes or prints it.
+def write_samples(options: SampleOptions) -> Sampled:
+    """Samples what the checkpoint's model generates, and writes it where ``out`` names a file.
 
     Raises:
         UsageError: the checkpoint is incomplete, or an option is invalid or has no effect.
@@ -70,8 +108,7 @@ def write_samples(options: SampleOptions) -> None:
     device = select_device(options.device)
     shape = shape_from(checkpoint.read_manifest(options.checkpoint).identity.model)
     if shape.modality is Modality.TEXT:
-        _write_text(options, device)
-        return
+        return _write_text(options, device)
     _refuse(
         options.text, ("prompt", "max_tokens", "temperature", "top_k", "tokenizer"), "a decoder"
     )
@@ -79,11 +116,19 @@ def write_samples(options: SampleOptions) -> None:
         raise UsageError("--out: expected the name of a PNG file for images, got none; give one")
     _require_file(options.out, ".png")
     device.start(local_rank=0, rank=0)
-    samples = options.samples or _IMAGES_OF_EACH_DIGIT
-    write_images(options.checkpoint, options.out, options.sampling, samples=samples, device=device)
+    with ProgressBar() as bar:
+        images = write_images(
+            options.checkpoint,
+            options.out,
+            options.sampling,
+            samples=options.samples or _IMAGES_OF_EACH_DIGIT,
+            device=device,
+            progress=lambda step: bar.show("denoising", step, options.sampling.steps),
+        )
+    return Sampled(options.checkpoint, options.sampling.seed, options.out, images)
 
 
-def _write_text(options: SampleOptions, device: Device) -> None:
+def _write_text(options: SampleOptions, device: Device) -> Sampled:
     _refuse(options.sampling, ("steps", "guidance"), "a DiT")
     out = options.out
     if out is not None:
@@ -91,18 +136,24 @@ def _write_text(options: SampleOptions, device: Device) -> None:
     decoder = load_text_model(options.checkpoint, options.text.tokenizer)
     device.start(local_rank=0, rank=0)
     decoder.model.to(device.current)
-    texts = generate(
-        decoder, options.text, samples=options.samples or 1, seed=options.sampling.seed
-    )
-    content = f"\n{_LINE}\n".join(texts) + "\n"
+    seed = options.sampling.seed
+    with ProgressBar() as bar:
+        texts = generate(
+            decoder,
+            options.text,
+            samples=options.samples or 1,
+            seed=seed,
+            progress=lambda token: bar.show("tokens", token, options.text.max_tokens),
+        )
+    sampled = Sampled(options.checkpoint, seed, out, texts=tuple(texts))
     if out is None:
-        sys.stdout.write(content)
-        return
+        return sampled
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(content, encoding="utf-8")
+        out.write_text(sampled.content, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write --out {out} ({error.strerror}); give another") from error
+    return sampled
 
 
 def _refuse(options: Any, names: Sequence[str], expected: str) -> None:

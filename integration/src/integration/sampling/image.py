@@ -61,7 +61,12 @@ def digits_in_turn(samples: int) -> Tensor:
 
 
 @torch.no_grad()
-def sample(model: Denoiser, classes: Tensor, options: Sampling) -> Tensor:
+def sample(
+    model: Denoiser,
+    classes: Tensor,
+    options: Sampling,
+    progress: Callable[[int], None] | None = None,
+) -> Tensor:
     """Samples one image per class, (images, 1, 8, 8) fp32 in [-1, 1].
 
     The noise comes from a separate generator: images depend on the model and the arguments only,
@@ -79,6 +84,7 @@ def sample(model: Denoiser, classes: Tensor, options: Sampling) -> Tensor:
         classes: (images,) int64, each below ``CLASSES``; ``CLASSES`` itself for no class; on the
             model's device.
         options: the steps, the guidance and the seed.
+        progress: called with the number of steps done, before each step.
     """
     generator = torch.Generator().manual_seed(options.seed)  # the host's: one noise on any device
     noisy = torch.randn(len(classes), CHANNELS, SIDE, SIDE, generator=generator)
@@ -87,6 +93,8 @@ def sample(model: Denoiser, classes: Tensor, options: Sampling) -> Tensor:
     noise_share = (1 - signal**2).sqrt()
     noisy, times = noisy.to(classes.device), times.to(classes.device)
     for step in range(options.steps):
+        if progress is not None:
+            progress(step)
         time = times[step].expand(len(classes))
         noise = _guided_noise(model, noisy, time, classes, options.guidance)
         image = ((noisy - noise_share[step] * noise) / signal[step]).clamp(-1, 1)
@@ -121,7 +129,15 @@ def _guided_noise(
     return unguided.lerp(guided, guidance)
 
 
-def write_images(path: Path, out: Path, options: Sampling, *, samples: int, device: Device) -> None:
+def write_images(
+    path: Path,
+    out: Path,
+    options: Sampling,
+    *,
+    samples: int,
+    device: Device,
+    progress: Callable[[int], None] | None = None,
+) -> int:
     """Samples images from a checkpoint and writes them as one PNG, a column per class.
 
     Args:
@@ -130,13 +146,17 @@ def write_images(path: Path, out: Path, options: Sampling, *, samples: int, devi
         options: the steps, the guidance and the seed.
         samples: rows of images.
         device: of the model; it has been started.
+        progress: called with the number of steps done, before each step.
+
+    Returns:
+        The number of images.
 
     Raises:
         UsageError: the checkpoint is incomplete or not a DiT's, or the file cannot be written.
     """
     model = load_dit(path)
     classes = digits_in_turn(samples).to(device.current)
-    images = sample(model.to(device.current), classes, options).cpu()
+    images = sample(model.to(device.current), classes, options, progress).cpu()
     # Imported after validation, as importing matplotlib takes seconds.
     from integration.report.diffusion_figure import save_grid
 
@@ -145,3 +165,4 @@ def write_images(path: Path, out: Path, options: Sampling, *, samples: int, devi
         save_grid(images, out)
     except OSError as error:
         raise UsageError(f"cannot write --out {out} ({error.strerror}); give another") from error
+    return len(images)

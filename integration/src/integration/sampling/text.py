@@ -1,11 +1,12 @@
 """Samples text from a decoder, token by token, with transformers' ``generate``."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from integration.data import TOKENIZER_FILE
 from integration.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, read_tokenizer
@@ -96,8 +97,29 @@ def _tokenizer(path: Path, fingerprint: str | None, given: Path | None) -> Token
     return tokenizer
 
 
+class _TokenCounter:
+    """Counts steps of transformers' ``generate``, as its streamer; the first has the prompt."""
+
+    def __init__(self, progress: Callable[[int], None]) -> None:
+        self._progress, self._done = progress, 0
+
+    def put(self, tokens: Tensor) -> None:
+        self._progress(self._done)
+        self._done += 1
+
+    def end(self) -> None:
+        """Takes the end of the texts, of which nothing is shown."""
+
+
 @torch.no_grad()
-def generate(decoder: TextModel, options: TextSampling, *, samples: int, seed: int) -> list[str]:
+def generate(
+    decoder: TextModel,
+    options: TextSampling,
+    *,
+    samples: int,
+    seed: int,
+    progress: Callable[[int], None] | None = None,
+) -> list[str]:
     """Returns texts that begin with the prompt.
 
     Torch's generator of the CPU is seeded, and restored afterwards.
@@ -107,6 +129,7 @@ def generate(decoder: TextModel, options: TextSampling, *, samples: int, seed: i
         options: the prompt and how to sample.
         samples: number of texts.
         seed: of the tokens.
+        progress: called with the number of tokens that each text has so far.
 
     Raises:
         UsageError: the prompt and the new tokens are longer than the model's positions.
@@ -137,7 +160,10 @@ def generate(decoder: TextModel, options: TextSampling, *, samples: int, seed: i
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         found = model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), generation_config=config
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            generation_config=config,
+            streamer=None if progress is None else _TokenCounter(progress),
         )
     return [_text(row, len(prompt), options.prompt, tokenizer) for row in found.tolist()]
 

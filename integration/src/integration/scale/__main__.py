@@ -17,11 +17,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    from integration.scale.report import write_scale
+    from integration.report.command_output import ProgressBar, print_result
+    from integration.scale.report import as_json, write_scale
     from integration.scale.simulation import simulate
 
-    scale = simulate(setup, lambda doing: print(doing, file=sys.stderr, flush=True))
-    print(write_scale(setup, scale))
+    with ProgressBar() as bar:
+        scale = simulate(setup, bar.begin)
+    report = write_scale(setup, scale)
+    models, most = len(setup.shapes), max(setup.worlds)
+    print_result(
+        f"simulated {len(scale.counts)} steps of {models} models on up to {most:,} ranks: {report}",
+        as_json(setup, scale) | {"report": report},
+        as_json=setup.options.json,
+    )
     return 0
 
 

@@ -59,10 +59,13 @@ class ScaleOptions:
     """Seconds of a ring step between nodes, likewise."""
     overlap: float = 1.0
     """Share of compute time that can overlap with collectives of fully_shard."""
+    json: bool = False
+    """Print scale.json to stdout."""
 
     def command_line(self) -> list[str]:
-        """Returns every option explicitly."""
-        return option_arguments({field.name: getattr(self, field.name) for field in fields(self)})
+        """Returns every option of the simulation explicitly."""
+        names = (field.name for field in fields(self) if field.name != "json")
+        return option_arguments({name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)

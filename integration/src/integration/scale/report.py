@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure as MatplotlibFigure
 
+from integration.report.command_output import to_json
 from integration.report.palette import Theme
 from integration.report.section import Command, Figure, Paragraph, ReportPage, Section
 from integration.report.write import write_report
@@ -25,7 +26,7 @@ from integration.scale.options import ScaleSetup
 from integration.scale.simulation import GROWS_ON, Scale
 from integration.scale.tables import table_sections
 
-__all__ = ["LIMITS", "write_scale"]
+__all__ = ["LIMITS", "as_json", "write_scale"]
 
 LIMITS = (
     "Predicted, not measured, by a cost model with assumed constants. The model leaves out "
@@ -45,9 +46,13 @@ def write_scale(setup: ScaleSetup, scale: Scale) -> Path:
         The path of report.html.
     """
     out = setup.options.out
-    found = {"machine": asdict(setup.machine), **asdict(scale)}
-    (out / "scale.json").write_text(json.dumps(found, indent=1) + "\n")
+    (out / "scale.json").write_text(to_json(as_json(setup, scale)) + "\n")
     return write_report(scale_report(setup, scale), out)
+
+
+def as_json(setup: ScaleSetup, scale: Scale) -> dict[str, Any]:
+    """Returns every number of a simulation, for scale.json."""
+    return {"machine": asdict(setup.machine), **asdict(scale)}
 
 
 def scale_report(setup: ScaleSetup, scale: Scale) -> ReportPage:

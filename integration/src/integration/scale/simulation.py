@@ -49,12 +49,13 @@ class Scale:
     grown: tuple[Curve, ...]
 
 
-def simulate(setup: ScaleSetup, log: Callable[[str], None]) -> Scale:
+def simulate(setup: ScaleSetup, begin: Callable[[str, int, int], None]) -> Scale:
     """Measures, counts and predicts, with one thread.
 
     Args:
         setup: the validated options.
-        log: called with a line of text when a measurement or count starts.
+        begin: called when a measurement or count begins, with what it is, its number and their
+            total.
     """
     torch.set_num_threads(1)
     options, machine = setup.options, setup.machine
@@ -71,7 +72,8 @@ def simulate(setup: ScaleSetup, log: Callable[[str], None]) -> Scale:
     number = itertools.count(1)
 
     def started(doing: str, shape: Shape, strategy: ParallelStrategy, ranks: int) -> None:
-        log(f"{next(number)}/{total}: {doing} {shape.name}, {strategy.name}, {ranks:,} ranks")
+        what = f"{doing} {shape.name}, {strategy.name}, {ranks:,} ranks"
+        begin(what, next(number), total)
 
     counts, begun, dispatched = [], [], []
     for case in cases:
@@ -83,7 +85,7 @@ def simulate(setup: ScaleSetup, log: Callable[[str], None]) -> Scale:
     for case in dispatches:
         started("dispatching", *case)
         dispatched.append(measure_dispatch(*case))
-    log(f"{total}/{total}: padding and model scaling")
+    begin("padding and model scaling", total, total)
     padded = [one for shape in setup.shapes for one in paddings(shape.name, setup.worlds)]
     grown = []
     if setup.grows is not None:

@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from integration.errors import EXIT_USAGE, UsageError
+from integration.report.command_output import ProgressBar, print_result
 from integration.soak.fault_schedule import Fault
 from integration.soak.options import (
     DISTURBED,
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def note(incident: Incident) -> None:
         incidents.append(incident)
-        print(describe(incident), flush=True)
+        print(describe(incident), file=sys.stderr if options.json else sys.stdout, flush=True)
 
     outcome: LossComparison | str
     try:
@@ -44,15 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome = str(error)
     soak = soak_of(arguments, len(fault_schedule), incidents, outcome)
     path = write_soak(soak, options.out)
-    print(f"{soak.failure or soak.comparison}; the log is {path}")
+    sentence = f"{soak.failure or soak.comparison}; the log is {path}"
+    print_result(sentence, soak.as_json() | {"log": path}, as_json=options.json)
     return 0 if soak.passed else 1
 
 
 def _run_both(options: SoakOptions, fault_schedule: Sequence[Fault], note: Note) -> LossComparison:
-    with Torchrun(options, UNDISTURBED, restarts=0) as run:
-        disturb(run, [], timeout=options.timeout, say=note)
-    with Torchrun(options, DISTURBED, restarts=len(fault_schedule)) as run:
-        disturb(run, fault_schedule, timeout=options.timeout, say=note)
+    with ProgressBar() as bar:
+        for name, schedule in ((UNDISTURBED, ()), (DISTURBED, fault_schedule)):
+            show = partial(bar.show, name, total=options.steps)
+            with Torchrun(options, name, restarts=len(schedule)) as run:
+                disturb(run, schedule, timeout=options.timeout, say=note, progress=show)
     undisturbed, disturbed = (read_metrics(options.out / run) for run in (UNDISTURBED, DISTURBED))
     return compare(undisturbed, disturbed, options.steps)
 

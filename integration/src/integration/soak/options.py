@@ -52,6 +52,8 @@ class SoakOptions:
     """Device, as in integration.train."""
     seed: int = 0
     """Seed of the faults, the weights and the data."""
+    json: bool = False
+    """Print soak.json to stdout, and the faults to stderr."""
 
     def train_arguments(self, run: str) -> list[str]:
         """Returns the arguments of integration.train for one of the two runs."""

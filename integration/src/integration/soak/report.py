@@ -1,14 +1,15 @@
 """Writes the log of a soak: every incident, and the comparison of the losses."""
 
-import json
 import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from integration.report.command_output import to_json
 from integration.report.markdown import render_markdown
 from integration.report.section import (
     Column,
@@ -69,6 +70,10 @@ class Soak:
     def passed(self) -> bool:
         """Whether both runs finished with equal losses."""
         return self.comparison is not None and not self.comparison.differing
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the log and the verdict, for soak.json."""
+        return {"passed": self.passed, **asdict(self)}
 
 
 def compare(
@@ -152,7 +157,7 @@ def write_soak(soak: Soak, out: Path) -> Path:
     """Writes ``soak.md`` and ``soak.json`` into ``out``; returns the path of the first."""
     path = out / "soak.md"
     path.write_text(render_markdown(soak_report(soak)))
-    path.with_suffix(".json").write_text(json.dumps(asdict(soak), indent=2) + "\n")
+    path.with_suffix(".json").write_text(to_json(soak.as_json()) + "\n")
     return path
 
 

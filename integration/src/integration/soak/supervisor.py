@@ -52,6 +52,7 @@ def disturb(
     *,
     timeout: float,
     say: Callable[[Incident], None],
+    progress: Callable[[int], None],
 ) -> list[Incident]:
     """Injects each fault after its step and waits for the recovery, then for the end of the run.
 
@@ -60,29 +61,41 @@ def disturb(
         fault_schedule: faults in the order of their steps.
         timeout: timeout of the watchdog, in seconds.
         say: called with each incident.
+        progress: called again and again with the number of completed steps.
 
     Raises:
         FaultError: a fault was not detected in time, or the run did not recover or failed.
     """
     incidents = []
     for fault in fault_schedule:
-        incident = _FaultObserver(run, timeout).of(fault)
+        incident = _FaultObserver(run, timeout, progress).of(fault)
         say(incident)
         incidents.append(incident)
-    _wait(run, lambda: run.exit_code() is not None, "end", seconds=None)
+
+    def has_ended() -> bool:
+        progress(run.step())
+        return run.exit_code() is not None
+
+    _wait(run, has_ended, "end", seconds=None)
     return incidents
 
 
 class _FaultObserver:
     """Injects one fault and observes its effects."""
 
-    def __init__(self, run: Torchrun, timeout: float) -> None:
+    def __init__(self, run: Torchrun, timeout: float, progress: Callable[[int], None]) -> None:
         self._run = run
         self._timeout = timeout
+        self._progress = progress
 
     def of(self, fault: Fault) -> Incident:
         run = self._run
-        _wait(run, lambda: run.step() >= fault.step, f"come to step {fault.step}", seconds=None)
+
+        def has_come() -> bool:
+            self._progress(step := run.step())
+            return step >= fault.step
+
+        _wait(run, has_come, f"come to step {fault.step}", seconds=None)
         _wait(run, lambda: len(run.workers()) == run.ranks, "show its ranks", seconds=None)
         before, reports, resumes = run.workers(), run.reports(), len(run.resumes())
         at_step = run.step()

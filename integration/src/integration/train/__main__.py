@@ -7,17 +7,20 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from integration.device import Device
 from integration.errors import EXIT_LOST, EXIT_USAGE, UsageError
+from integration.report.command_output import print_result
 from integration.train.config import TrainConfig, parse_config
 from integration.train.launch.liveness_check import LivenessCheck
 from integration.train.launch.local import launch, report_status
 from integration.train.launch.watchdog import record_collectives
 from integration.train.launch.world import declared_world, exit_process, has_agent, process_group
+from integration.train.metrics import read_result
 from integration.train.setup import locked_setup, prepare
 from integration.train.stop import EXIT_TERMINATED, StopRequest
 from integration.train.validation import validate
@@ -82,6 +85,9 @@ def _run_rank(config: TrainConfig, device: Device) -> int:
                     raise
                 print(f"error: {lost}", file=sys.stderr)
                 return EXIT_LOST
+        if world.is_main:
+            result = read_result(config.out, finished=finished)
+            print_result(str(result), asdict(result), as_json=config.json)
     return 0 if finished else EXIT_TERMINATED
 
 

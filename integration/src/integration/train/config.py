@@ -209,6 +209,8 @@ class TrainConfig:
     join_timeout: Annotated[float, Field(gt=0)] = 300.0
     """Seconds to wait for other ranks at the start, where another launcher than torchrun started
     them."""
+    json: bool = False
+    """Print the result of the run as JSON, with summary.json, on the first rank's stdout."""
 
 
 def router_options_of(config: TrainConfig) -> RouterOptions:

@@ -123,6 +123,40 @@ class RunSummary:
         return self.world_size // self.data_parallel_degree
 
 
+@dataclass(frozen=True)
+class RunResult:
+    """What a run has come to when its command ends.
+
+    Attributes:
+        out: the run folder.
+        finished: whether all steps are done; otherwise the run was asked to stop.
+        step: completed steps, with those of earlier starts.
+        loss: of the last step; None without one.
+        tokens: of all steps.
+        seconds: sum of the times of all steps.
+        summary: of a finished run.
+    """
+
+    out: Path
+    finished: bool
+    step: int
+    loss: float | None
+    tokens: int
+    seconds: float
+    summary: RunSummary | None
+
+    def __str__(self) -> str:
+        """Returns a line on the run."""
+        words = [f"{'finished' if self.finished else 'stopped'} at step {self.step:,}"]
+        if self.loss is not None:
+            words.append(f"loss {self.loss:.4f}")
+        if self.summary is not None and self.summary.eval_loss is not None:
+            words.append(f"evaluation loss {self.summary.eval_loss:.4f}")
+        if self.seconds:
+            words.append(f"{self.tokens / self.seconds:,.0f} tokens/s")
+        return f"{', '.join(words)}: {self.out}"
+
+
 class MetricsFile:
     """Appends step records to ``metrics.jsonl``, one JSON object a line.
 
@@ -158,6 +192,25 @@ def read_metrics(folder: Path) -> list[StepRecord]:
         return []
     lines = path.read_text().splitlines(keepends=True)
     return [StepRecord(**json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+def read_result(folder: Path, *, finished: bool) -> RunResult:
+    """Returns what a run has come to, from its folder.
+
+    Args:
+        folder: the run folder.
+        finished: whether all steps are done, so that the summary is of this run.
+    """
+    records = read_metrics(folder)
+    return RunResult(
+        folder,
+        finished,
+        records[-1].step if records else 0,
+        records[-1].loss if records else None,
+        sum(record.tokens for record in records),
+        sum(record.seconds for record in records),
+        read_summary(folder) if finished else None,
+    )
 
 
 def write_start(folder: Path, start: RunStart) -> None:

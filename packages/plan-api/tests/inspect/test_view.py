@@ -42,11 +42,13 @@ class Page(HTMLParser):
         super().__init__()
         self.text = path.read_text(encoding="utf-8")
         self.open, self.rows, self.addresses, self.scripts = [], [], [], 0
+        self.elements = []
         self.feed(self.text)
         assert self.open == []
 
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
+        self.elements.append((tag, attributes))
         self.addresses += [attributes[name] for name in ("src", "href") if name in attributes]
         self.scripts += tag == "script"
         if tag not in VOID:
@@ -219,6 +221,59 @@ def test_text_has_enough_contrast_on_every_colour(placed):
     assert (placement_colour(placed) in DIM_COLOURS) == placed.startswith("S(")
 
 
+def css_of(page):
+    return re.search("<style>(.*?)</style>", page.text, re.DOTALL)[1]
+
+
+def test_what_can_be_used_is_reached_by_tab_and_has_a_name(mesh, model, tmp_path):
+    page = Page(view(plan_of(mesh), model, tmp_path / "plan.html"))
+    used = [(tag, own) for tag, own in page.elements if tag in ("button", "input", "summary")]
+    tags = [tag for tag, _ in page.elements]
+    assert tags.count("summary") == tags.count("details") > 1
+    assert all("tabindex" not in own for _, own in used)  # the browser's own order
+    assert all("aria-label" in own for tag, own in used if tag == "input")
+    named = {own["role"]: own for _, own in page.elements if "role" in own}
+    assert named.keys() == {"img", "region", "search", "status"}
+    assert named["region"]["tabindex"] == "0"
+    assert "aria-label" in named["region"]
+    shares = [own for _, own in page.elements if own.get("role") == "img"]
+    assert {own["aria-label"] for own in shares} >= {"dp: R 100%"}
+    assert ":focus-visible { outline: 2px solid var(--focus)" in css_of(page)
+
+
+def test_on_paper_the_page_is_light_and_not_cut_off(mesh, model, tmp_path):
+    css = css_of(Page(view(plan_of(mesh), model, tmp_path / "plan.html")))
+    assert re.findall(r"@media (.*) \{", css) == [
+        "screen and (prefers-color-scheme: dark)",
+        "print",
+    ]
+    printed = css.partition("@media print {")[2]
+    for rule in (
+        ".bar { display: none; }",
+        ".scroll { overflow: visible; }",
+        ".tree { min-width: 0 !important; }",
+        ".row, tr { break-inside: avoid; }",
+    ):
+        assert rule in printed
+    assert "print-color-adjust: exact" in printed
+
+
+def test_text_and_focus_have_enough_contrast_in_light_and_dark(mesh, model, tmp_path):
+    css = css_of(Page(view(plan_of(mesh), model, tmp_path / "plan.html")))
+    themes = re.findall(r":root \{(.*?)\}", css)
+    assert len(themes) == 2
+    for theme in themes:
+        colours = dict(re.findall(r"--(\w+): (#\w+)", theme))
+        full = {
+            name: "#" + "".join(2 * one for one in text[1:]) if len(text) == 4 else text
+            for name, text in colours.items()
+        }
+        for back in ("back", "over", "found"):
+            for text in ("text", "soft", "focus"):
+                low, high = sorted(luminance(full[name]) for name in (back, text))
+                assert (high + 0.05) / (low + 0.05) >= 4.5, (back, text)
+
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 PROBE = Path(__file__).with_name("view_probe.js").read_text(encoding="utf-8")
@@ -267,6 +322,24 @@ def test_a_browser_draws_it_without_overlaps(page, tmp_path, dark):
     assert (found["text"] > 128) == dark
     assert found["chip"] < 64
     assert found["loaded"] == 0
+
+
+@in_a_browser
+def test_keys_go_through_the_tree_and_focus_is_visible(page, tmp_path):
+    keys = browse(page, tmp_path)["keys"]
+    assert [(name, at, branch) for name, at, branch, _ in keys] == [
+        ("ArrowDown", "layers", "open"),
+        ("ArrowDown", "layers.0", "closed"),
+        ("ArrowRight", "layers.0", "open"),
+        ("ArrowRight", "layers.0.up", "closed"),
+        ("End", "layers.0.down", "closed"),
+        ("ArrowLeft", "layers.0", "open"),
+        ("ArrowLeft", "layers.0", "closed"),
+        ("ArrowUp", "layers", "open"),
+        ("Home", "", "open"),
+        ("ArrowUp", "", "open"),
+    ]
+    assert {outline for *_, outline in keys} == {"solid"}
 
 
 @in_a_browser

@@ -14,6 +14,18 @@ const brightness = (one) => {
 const texts = (some) => some.map((one) => one.textContent);
 const names = (selector) => [...document.querySelectorAll(selector)].map((one) => one.dataset.name);
 
+// The root's branch is focused, then each key is pressed: where the focus is, and how its branch is.
+const press = (key) => {
+  document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  const branch = document.activeElement.parentElement;
+  const outline = style(document.activeElement).outlineStyle;
+  return [key, branch.dataset.name, branch.open ? "open" : "closed", outline];
+};
+const walk = [
+  "ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight", "End", "ArrowLeft", "ArrowLeft", "ArrowUp",
+  "Home", "ArrowUp",
+];
+
 document.body.dataset.found = JSON.stringify({
   rows: rows.length,
   clipped: texts(
@@ -29,5 +41,7 @@ document.body.dataset.found = JSON.stringify({
   found: names(".found"),
   text: brightness(document.body),
   chip: brightness(document.querySelector(".chip")),
+  // Last, as it opens and closes branches.
+  keys: (document.querySelector("summary").focus({ focusVisible: true }), walk.map(press)),
   loaded: performance.getEntriesByType("resource").length,
 });

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from integration.report.live_display import LiveDisplay
+from integration.report.command_output import LiveDisplay
 from integration.train.metrics import StepRecord
 
 

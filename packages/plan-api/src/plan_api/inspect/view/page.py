@@ -54,17 +54,21 @@ def _page(plan: Plan, model: nn.Module, tree: ModuleNode, record: Record | None)
         element("title", title),
         element("style", Element(_file("page.css"))),
     )
-    body = element(
-        "body",
+    main = element(
+        "main",
         element("h1", title),
         element("p", f"{len(plan.entries)} entries; {_parameters(tree)}."),
         _legend(tree),
         *([] if record is None else _communication(record, tree)),
         element("h2", "Modules"),
         _search(),
-        element("div", _tree(plan, tree, record is not None), class_="scroll"),
-        element("script", Element(_file("page.js"))),
+        # A region that scrolls is reached by Tab, so that arrows scroll it.
+        element(
+            "div", _tree(plan, tree, record is not None),
+            class_="scroll", role="region", aria_label="Modules", tabindex="0",
+        ),
     )  # fmt: skip
+    body = element("body", main, element("script", Element(_file("page.js"))))
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
@@ -72,6 +76,7 @@ def _tree(plan: Plan, tree: ModuleNode, recorded: bool) -> Element:
     number = len(plan.axes)
     columns = (
         f"--axes: repeat({number}, 7rem); --sent: {'8rem' if recorded else ' '}; "
+        f"--number: {number}; --sent-printed: {'minmax(0, 3fr)' if recorded else ' '}; "
         f"min-width: {66 + 8 * number}rem"  # narrower windows scroll
     )
     kind = "tree" if recorded else "tree unrecorded"
@@ -118,9 +123,16 @@ def _search() -> Element:
         "div",
         element("button", "open all", id="open", type="button"),
         element("button", "close all", id="close", type="button"),
-        element("input", id="find", type="search", placeholder="part of a name"),
-        element("span", id="count", class_="soft"),
+        element(
+            "input",
+            id="find",
+            type="search",
+            placeholder="part of a name",
+            aria_label="find modules and tensors by a part of their names",
+        ),
+        element("span", id="count", class_="soft", role="status"),
         class_="bar",
+        role="search",
     )
 
 
@@ -144,8 +156,8 @@ def _communication(record: Record, tree: ModuleNode) -> list[Element]:
     table = element(
         "table",
         element(
-            "tr", *(element("th", head) for head in heads),
-            *(element("th", one, class_="number") for one in ("number", "bytes")),
+            "tr", *(element("th", head, scope="col") for head in heads),
+            *(element("th", one, class_="number", scope="col") for one in ("number", "bytes")),
         ),
         *rows,
     )  # fmt: skip

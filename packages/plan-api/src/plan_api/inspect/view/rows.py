@@ -120,7 +120,8 @@ def _shares(tensors: Sequence[ShownTensor], axis: int, name: str) -> Element:
         for placement, part in sorted(parts.items())
         if part
     ]
-    return element("span", *spans, class_="shares", title=f"{name}: {percentages}")
+    text = f"{name}: {percentages}"
+    return element("span", *spans, class_="shares", title=text, role="img", aria_label=text)
 
 
 def _tensor_row(tensor: ShownTensor, node: ModuleNode, depth: int) -> Element:
