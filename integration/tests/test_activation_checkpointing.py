@@ -7,12 +7,17 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from integration.models import LlamaShape
+from integration.models import LlamaShape, build_model_on_meta, model_shape
+from integration.systems import Degrees
+from integration.systems.base import LayerPolicies
+from integration.systems.zoo import add_layer_policies, plan_of
 from integration.train.config import TrainConfig
 from integration.train.launch.world import process_group
 from integration.train.loop import Trainer
 from integration.train.model.activation_checkpointing import recompute_activations
 from integration.train.setup import prepare
+from plan_api import lower
+from testkit import fake_mesh
 from testkit.inspection.memory import peak_bytes
 
 MODES = ("full", "selective-op", "selective-layer")
@@ -47,6 +52,31 @@ def test_losses_are_those_without_it_bit_for_bit(name, train_runs, tmp_path):
     runs = [{"activation_checkpointing": mode} | options for mode in ("none", *MODES)]
     expected, *losses = train_runs(ranks, runs, out=tmp_path, steps=2)
     assert dict(zip(MODES, losses, strict=True)) == dict.fromkeys(MODES, expected)
+
+
+@pytest.mark.ranks
+def test_losses_are_those_without_it_where_dispatched_rows_are_kept(train_runs, tmp_path):
+    plan = {"system": "plan", "model": "mixtral-tiny", "dp_shard": 2, "ep": 2, "ep_chunks": 2}
+    runs = [
+        plan | {"activation_checkpointing": mode, "static": static}
+        for static in (False, True)
+        for mode in ("none", "keep-dispatch")
+    ]
+    eager, kept, static, kept_static = train_runs(2, runs, out=tmp_path, steps=2)
+    assert kept == eager
+    assert kept_static == static
+
+
+def test_layers_without_experts_are_recomputed_beside_those_that_keep_dispatched_rows():
+    shape = model_shape("deepseek-v3-tiny")
+    with fake_mesh((2,), ("ep",)) as mesh:
+        plan = plan_of(shape, mesh, Degrees(dp_replicate=2, ep=2))
+        add_layer_policies(plan, LayerPolicies("keep-dispatch"), shape, shape.num_hidden_layers)
+        found = lower(plan, build_model_on_meta(shape, dropout=0.0)).recomputed
+    assert {path: policy.value for path, policy in found.items()} == {
+        "model.layers.0": "full",
+        "model.layers.1": "keep-dispatch",
+    }
 
 
 @pytest.fixture(scope="module")

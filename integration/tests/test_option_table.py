@@ -7,6 +7,7 @@ import pytest
 from integration.option_table.__main__ import trainer_section
 from integration.option_table.pairwise import proving_runs, rank_choice, uncovered
 from integration.option_table.trainer.choices import CHOICES, covering_runs, pairs, run_options
+from testkit import run_ranks
 
 pytestmark = [
     # torch says so of every mesh without a CUDA device.
@@ -62,6 +63,18 @@ def test_a_refusal_names_an_option_of_the_pair():
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 def test_an_option_is_in_effect(choice, runs):
     runs.check_on_two_ranks(choice, covering_runs())
+
+
+@pytest.mark.ranks
+def test_options_of_dispatched_tokens_are_in_effect_on_two_ranks(tmp_path):
+    """Runs of the table have them on four ranks."""
+    names = "--ep 2 --ep-chunks 2", "keep-dispatch"
+    run = tuple(one for one in CHOICES if one.name.endswith(names))
+    options = run_options(run)
+    seen = tuple(run_ranks(_observe, 2, options | {"out": tmp_path}, timeout=120))
+    assert [choice.proof(seen, options) for choice in run] == [True, True]
+    changed = options | {"ep_chunks": 1}
+    assert [choice.proof(seen, changed) for choice in run] == [True, False]
 
 
 @pytest.mark.slow

@@ -163,6 +163,22 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
         ),
         ({"system": "plan", "zero3": True}, 1, "--zero3: expected --dp-shard of at least 2"),
         (
+            {"system": "plan", "model": "mixtral-tiny", "ep_chunks": 2, "dp_shard": 2},
+            2,
+            "--ep-chunks 2: expected --ep of at least 2 along --dp-shard, .* got --ep 1; give one",
+        ),
+        (
+            {"system": "plan", "model": "mixtral-tiny", "ep_chunks": 2, "tp": 2, "ep": 2},
+            2,
+            "--ep-chunks 2: expected .* --tp with --sp, .* got --ep 2 along --tp 2; give one",
+        ),
+        ({"system": "fsdp", "ep_chunks": 2}, 2, "'fsdp' does not take --ep-chunks 2; leave it out"),
+        (
+            {"system": "torchtitan-style", "dp_shard": 2, "ep_chunks": 2},
+            2,
+            "--ep-chunks 2",
+        ),
+        (
             {"system": "plan", "zero3": True, "dp_shard": 2, "dp_replicate": 2},
             4,
             "--dp-shard 2 and --dp-replicate 2",

@@ -141,6 +141,30 @@ def test_layers_that_are_not_one_graph_under_plan_are_not_compiled(options, mess
     validate(TrainConfig(**options))
 
 
+EXPERTS = {"model": "mixtral-tiny", "ranks": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"system": "fsdp2"},
+            "--system plan, whose ranks send tokens to experts, got --system fsd",
+        ),
+        ({"system": "plan", "dp_shard": 2}, "--ep of at least 2 along --dp-shard, .*got --ep 1"),
+        ({"system": "plan", "tp": 2, "ep": 2}, "--ep .* or --tp with --sp, .*got --ep 2"),
+    ],
+)
+def test_dispatched_rows_are_kept_where_ranks_dispatch_tokens(options, message):
+    kept = EXPERTS | {"activation_checkpointing": "keep-dispatch"}
+    with pytest.raises(
+        UsageError, match=f"--activation-checkpointing keep-dispatch: expected {message}"
+    ):
+        validate(TrainConfig(**kept | options))
+    for accepted in ({"dp_shard": 2}, {"tp": 2, "sp": True}):
+        validate(TrainConfig(**kept | accepted, system="plan", ep=2, ep_chunks=2))
+
+
 CONTEXT = {"system": "plan", "cp": 2, "ranks": 2, "dropout": 0.1}
 
 

@@ -37,9 +37,13 @@ PRODUCTS = {
         "PP x FSDP x TP": {"pp_degree": 2, "pp_microbatches": 2, "dp_shard": 2, "tp": 2},
     },
 }
+# Tokens are sent in parts, and in backward not again.
+CHUNKS = {"ep_chunks": 3, "activation_checkpointing": "keep-dispatch"}
 OF_EXPERTS = {
     2: {
         "FSDP x EP": {"dp_shard": 2, "ep": 2},
+        "FSDP x EP in chunks": {"dp_shard": 2, "ep": 2} | CHUNKS,
+        "TP + SP with EP in chunks, static": SP | {"ep": 2, "static": True} | CHUNKS,
         "EP, static": {"dp_replicate": 2, "ep": 2, "static": True},
         "TP with EP": {"tp": 2, "ep": 2},
         "TP + SP with EP": SP | {"ep": 2},
@@ -48,9 +52,12 @@ OF_EXPERTS = {
         "FSDP x EP of some": {"dp_shard": 4, "ep": 2},
         "EP x TP, static": {"dp_replicate": 2, "ep": 2, "tp": 2, "static": True},
         "PP x FSDP x EP": {"pp_degree": 2, "pp_microbatches": 2, "dp_shard": 2, "ep": 2},
+        "PP x EP in chunks": {
+            "pp_degree": 2, "pp_microbatches": 2, "dp_replicate": 2, "ep": 2,
+        } | CHUNKS,
     },
     8: {"FSDP x EP x TP": {"dp_shard": 4, "ep": 2, "tp": 2}},
-}
+}  # fmt: skip
 # Products that shard sequences; some models have none beside TP.
 SHARDING_SEQUENCES = (*MODELS, "llama-tiny", "mixtral-tiny", "dit-tiny")
 WITHOUT_TP = ("gpt-oss-tiny", "dit-tiny")
@@ -82,7 +89,7 @@ FAST = {
     "qwen3-tiny": "FSDP",
     "gemma3-tiny": "TP + SP, static",
     "qwen3-moe-tiny": "TP + SP with EP",
-    "gpt-oss-tiny": "FSDP x EP",
+    "gpt-oss-tiny": "FSDP x EP in chunks",
     "deepseek-v3-tiny": "TP + SP, static",
 }
 

@@ -53,7 +53,7 @@ _COLUMNS = (
 )
 
 # Functions of the zoo that validate options or name placements.
-_NO_PLANS = frozenset({"check_options", "expert_axes", "fused", "names_of"})
+_NO_PLANS = frozenset({"check_ep_chunks", "check_options", "expert_axes", "fused", "names_of"})
 _MODELS = {"llama": "llama-tiny", "mixtral": "mixtral-tiny", "dit": "dit-tiny"}
 
 

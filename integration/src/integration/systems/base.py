@@ -20,7 +20,7 @@ from integration.systems.degrees import Degrees
 
 # Dtypes in which the operators of autocast can compute.
 AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
-Recompute = Literal["none", "full", "selective-op", "selective-layer"]
+Recompute = Literal["none", "full", "selective-op", "selective-layer", "keep-dispatch"]
 Backend = Literal["none", "aot_eager", "inductor"]
 Precision = Literal["none", "float8-tensorwise", "float8-rowwise", "float8-block", "mxfp8"]
 

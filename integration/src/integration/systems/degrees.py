@@ -29,6 +29,7 @@ class Degrees:
         ep: expert parallel degree: a divisor of ``dp_shard`` (or of ``dp_replicate`` without it),
             or ``cp`` times a divisor, whose ranks exchange tokens by all-to-all; or else equal to
             ``tp``.
+        ep_chunks: parts in which a rank sends its tokens to experts.
         cp: context parallel degree.
         cp_method: context parallel attention: ring, all-gather or ulysses.
         tp: tensor parallel degree.
@@ -44,6 +45,7 @@ class Degrees:
     dp_replicate: int = 1
     dp_shard: int = 1
     ep: int = 1
+    ep_chunks: int = 1
     cp: int = 1
     cp_method: str = "ring"
     tp: int = 1
@@ -90,6 +92,11 @@ class Degrees:
         Otherwise they are sharded along ``tp``, whose ranks have the same tokens.
         """
         return self.ep > 1 and self._experts_of_data is not None
+
+    @property
+    def dispatches_tokens(self) -> bool:
+        """Whether ranks send tokens to each other's experts, along ``tp`` under ``sp``, too."""
+        return self.ep > 1 and (self.sends_tokens or self.sp)
 
     @property
     def expert_axes(self) -> list[str]:
@@ -189,6 +196,13 @@ class Degrees:
             raise UsageError(
                 f"--cp-method {self.cp_method}: expected --cp of at least 2, got 1; give --cp as"
                 " well, or leave --cp-method out"
+            )
+        if self.ep_chunks > 1 and not self.dispatches_tokens:
+            raise UsageError(
+                f"--ep-chunks {self.ep_chunks}: expected --ep of at least 2 along --dp-shard,"
+                " --dp-replicate, --cp, or --tp with --sp, whose ranks send each other tokens, got"
+                f" --ep {self.ep}{f' along --tp {self.tp}' * (self.ep > 1)}; give one of them as"
+                " well, or leave --ep-chunks out"
             )
         if self.zero3 and (self.dp_shard == 1 or self.dp_replicate > 1):
             raise UsageError(

@@ -52,7 +52,7 @@ def plan_of(
         if balanced and degrees.cp_method != "ulysses":  # whose ranks have heads of all tokens
             options["cp_order"] = "balanced"
     if degrees.ep > 1:
-        options["ep"] = degrees.expert_axes or "tp"
+        options |= {"ep": degrees.expert_axes or "tp", "ep_chunks": degrees.ep_chunks}
     if isinstance(shape, DeepseekV3Shape):
         options["dense"] = shape.first_k_dense_replace
     make = getattr(zoo, shape.family)
@@ -84,12 +84,23 @@ def add_layer_policies(plan: Plan, policies: LayerPolicies, shape: ModelShape, l
     if policies.recompute == "selective-layer":
         numbers = "|".join(map(str, range(0, layers, policies.every)))
         plan.recompute(rf"{prefix}\.({numbers})", "full")
+    elif policies.recompute == "keep-dispatch":
+        _keep_dispatched(plan, prefix, shape)
     elif policies.recompute != "none":
         plan.recompute(rf"{prefix}\.\d+", policies.recompute)
     if policies.compile != "none":
         plan.compile(rf"{prefix}\.\d+", policies.compile)
     if policies.precision != "none":
         plan.precision(policies.low_precision_path, RECIPES[policies.precision]())
+
+
+def _keep_dispatched(plan: Plan, layers: str, shape: ModelShape) -> None:
+    """Recomputes layers without a second dispatch of tokens, and those without experts."""
+    dense = shape.first_k_dense_replace if isinstance(shape, DeepseekV3Shape) else 0
+    first = "|".join(map(str, range(dense)))
+    if dense:
+        plan.recompute(rf"{layers}\.({first})", "full")
+    plan.recompute(rf"{layers}\.(?!({first})$)\d+" if dense else rf"{layers}\.\d+", "keep-dispatch")
 
 
 def with_noise_loss(plan: Plan, *dp: str) -> Plan:

@@ -73,6 +73,9 @@ class TrainConfig:
     ep: Positive = 1
     """plan: expert parallel degree of models with experts: a divisor of --dp-shard, or equal to
     --tp."""
+    ep_chunks: Positive = 1
+    """plan: parts in which a rank sends its tokens to experts, while others are computed: more hide
+    more of the network's time, and take more processor time."""
     cp: Positive = 1
     """plan: context parallel degree; --dp-shard of at least 2 shards parameters over its ranks,
     too."""
@@ -161,7 +164,8 @@ class TrainConfig:
     """Write hashes of the initial weights and the first step's dropout masks into the summary."""
     activation_checkpointing: Recompute = "none"
     """What backward recomputes: nothing, each layer (full), all but matrix products and attention
-    (selective-op), or some layers (selective-layer)."""
+    (selective-op), some layers (selective-layer), or, under plan with --ep, each layer without
+    sending tokens to experts again (keep-dispatch)."""
     activation_checkpointing_every: Positive = 2
     """selective-layer recomputes one of this many layers."""
     compile: Backend = "none"

@@ -215,6 +215,25 @@ RULES: tuple[OptionRule, ...] = (
         "use --activation-checkpointing full, or leave --zero3 out",
     ),
     OptionRule(
+        "activation_checkpointing",
+        "system",
+        lambda config: config.system == "plan" or not _keeps_dispatch(config),
+        "--system plan, whose ranks send tokens to experts",
+        "use --activation-checkpointing full",
+    ),
+    OptionRule(
+        "activation_checkpointing",
+        "ep",
+        lambda config: (
+            not _keeps_dispatch(config)
+            or config.plan is not None
+            or degrees_of(config).dispatches_tokens
+        ),
+        "--ep of at least 2 along --dp-shard, --dp-replicate, --cp, or --tp with --sp, whose ranks"
+        " send each other tokens",
+        "give one of them as well, or use --activation-checkpointing full",
+    ),
+    OptionRule(
         "precision_exclude",
         "precision",
         lambda config: config.precision != "none",
@@ -266,7 +285,7 @@ RULES: tuple[OptionRule, ...] = (
     OptionRule(
         "compile",
         "ep",
-        lambda config: config.ep == 1 or not (degrees_of(config).sends_tokens or config.sp),
+        lambda config: not degrees_of(config).dispatches_tokens,
         "--ep 1, or the value of --tp without --sp, as what ranks send to experts is not in one"
         " graph",
         "leave either out",
@@ -320,6 +339,10 @@ RULES: tuple[OptionRule, ...] = (
 def _plans_documents(config: TrainConfig) -> bool:
     """Returns whether attention is within documents by a plan."""
     return config.system == "plan" and config.attn_mask_type == BLOCK_CAUSAL
+
+
+def _keeps_dispatch(config: TrainConfig) -> bool:
+    return config.activation_checkpointing == "keep-dispatch"
 
 
 def _trains_on_text(config: TrainConfig) -> bool:

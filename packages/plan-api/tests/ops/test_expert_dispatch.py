@@ -660,6 +660,25 @@ def test_inputs_that_cannot_be_dispatched_are_refused(change, message):
         run_ranks(check, 2)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_plans_of_the_zoo_dispatch_in_chunks(mesh, name):
+    make = partial(getattr(zoo, name), mesh, dp="dp")
+    for chunks, expected in ((1, None), (3, 3)):
+        (options,) = (
+            dict(entry.options)
+            for entry in make(ep="dp", ep_chunks=chunks).entries
+            if entry.kind.value == "dispatch"
+        )
+        assert options.get("chunks") == expected
+    pattern = r"ep_chunks=3: expected axes of ep that shard tokens, .*got ep="
+    with pytest.raises(ValueError, match=rf"{pattern}None; .*leave ep_chunks out"):
+        make(ep_chunks=3)
+    with pytest.raises(ValueError, match=rf"{pattern}\['tp'\]; "):
+        make(ep="tp", ep_chunks=3)
+    with pytest.raises(ValueError, match="chunks: expected a number of at least 1, got 0"):
+        make(ep="dp", ep_chunks=0)
+
+
 def test_expert_axes_of_which_some_shard_tokens_are_refused(mesh):
     pattern = r"zoo\.mixtral: .* ep=.* 'dp' that do and 'tp' that do not; .*sp=True for tp"
     with pytest.raises(ValueError, match=pattern):

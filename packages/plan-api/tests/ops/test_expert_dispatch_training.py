@@ -102,13 +102,8 @@ class Trained:
 
 
 def _parallel(case, mesh, mode):
-    plan = getattr(zoo, case.model)(mesh, **case.options)
-    if case.chunks > 1:
-        (dispatch,) = (one for one in plan.entries if one.kind.value == "dispatch")
-        options = dict(dispatch.options) | {"chunks": case.chunks}
-        plan.dispatch(dispatch.path.text, dispatch.dst, dispatch.axes, **options)
-    strict = case.chunks == 1  # chunks override an entry
-    model = parallelize(_make(case), plan, mode=mode, strict=strict, guard_steps=0)
+    plan = getattr(zoo, case.model)(mesh, ep_chunks=case.chunks, **case.options)
+    model = parallelize(_make(case), plan, mode=mode, strict=True, guard_steps=0)
     losses = models.train(model, steps=case.steps)
     models.token_loss(model).backward()
     params = list(model.parameters())

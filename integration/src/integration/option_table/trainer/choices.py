@@ -70,6 +70,17 @@ def _head(seen: TrainingObservation) -> tuple[int, int]:
     return seen.head_shape[1], seen.head_shape[2]
 
 
+def _exchanges(seen: TrainingObservation, chunks: int) -> int:
+    """Returns the all-to-alls of tokens of a step that recomputes none: one exchanges numbers."""
+    return (1 + 4 * chunks) * seen.expert_calls
+
+
+def _keeps_dispatched(ranks: tuple[TrainingObservation, ...], options: Mapping[str, Any]) -> bool:
+    expected = [_exchanges(rank, options.get("ep_chunks", 1)) for rank in ranks]
+    found = [rank.token_exchanges for rank in ranks]
+    return _recomputes(1)(ranks, options) and found == expected and all(found)
+
+
 def _plan(
     name: str, evidence: str, proof: Callable[[TrainingObservation], bool], **options: Any
 ) -> Choice:
@@ -179,6 +190,15 @@ PARALLELISM: tuple[Choice, ...] = (
         lambda seen: _is_sharded(seen) and _has(seen, "all_to_all"),
         dp_shard=2,
         ep=2,
+        model="mixtral-tiny",
+    ),
+    _plan(
+        "--dp-shard 2 --ep 2 --ep-chunks 2",
+        "twice as many all-to-alls of tokens",
+        lambda seen: seen.token_exchanges >= _exchanges(seen, 2) > 0,
+        dp_shard=2,
+        ep=2,
+        ep_chunks=2,
         model="mixtral-tiny",
     ),
     *(
@@ -295,6 +315,12 @@ POLICIES: tuple[Choice, ...] = (
         "every activation function of every second layer is computed twice",
         _recomputes(0.5),
         {"activation_checkpointing": "selective-layer"},
+    ),
+    Choice(
+        "--activation-checkpointing keep-dispatch",
+        "every activation function is computed twice, and tokens are sent once",
+        _keeps_dispatched,
+        {"activation_checkpointing": "keep-dispatch"},
     ),
     Choice(
         "--compile aot_eager",

@@ -61,6 +61,8 @@ class TrainingObservation:
         activations: calls of activation functions in the forward of one step; 0 if layers are
             compiled.
         activations_again: calls of activation functions in the backward of that step.
+        expert_calls: calls of modules of experts in the forward of one step.
+        token_exchanges: all-to-alls of tokens and their numbers in that step.
         dropped: share of elements that dropout zeroed in one step; 0 if layers are compiled.
         graphs: number of graphs of torch.compile.
         graph_breaks: number of graph breaks of torch.compile.
@@ -87,6 +89,8 @@ class TrainingObservation:
     operators: dict[str, int]
     activations: int
     activations_again: int
+    expert_calls: int
+    token_exchanges: int
     dropped: float
     graphs: int
     graph_breaks: int
@@ -120,6 +124,7 @@ class _ModuleHooks:
 
     head: Counter[int] = field(default_factory=Counter)
     result: Tensor | None = None
+    experts: Counter[int] = field(default_factory=Counter)
     forward: Counter[int] = field(default_factory=Counter)
     backward: Counter[int] = field(default_factory=Counter)
     knows_documents: bool = False
@@ -141,12 +146,17 @@ class _ModuleHooks:
             positions = kwargs.get(POSITIONS)
             self.knows_documents = positions is not None or current_batch() is not None
 
+        def count_experts(module: nn.Module, args: Any, result: Tensor) -> None:
+            self.experts[trainer.step] += torch._C._current_graph_task_id() == -1
+
         compiled = trainer._setup.config.compile != "none"
         for name, module in model.named_modules():
             if name.rpartition(".")[2] == "lm_head":
                 module.register_forward_hook(count_head)
             elif name.rpartition(".")[2] == "model":
                 module.register_forward_pre_hook(find_documents, with_kwargs=True)
+            elif name.rpartition(".")[2] == "experts":
+                module.register_forward_hook(count_experts)
             elif name.rpartition(".")[2] == "act_fn" and not compiled:
                 module.register_forward_hook(count_activation)
 
@@ -159,6 +169,7 @@ class _ModuleHooks:
             "head_is_dtensor": isinstance(self.result, DTensor),
             "head_calls": self.head[_COUNTED],
             "knows_documents": self.knows_documents,
+            "expert_calls": self.experts[_COUNTED],
             "activations": self.forward[_COUNTED],
             "activations_again": self.backward[_COUNTED],
         }
@@ -204,6 +215,7 @@ def observe(config: TrainConfig, world: World) -> TrainingObservation:
         is_fsdp=isinstance(trainer.model, FSDPModule),
         collectives={each.kind: each.bytes for each in trainer._collectives.counts or ()},
         operators=recorder.operators_of_run(world.rank),
+        token_exchanges=recorder.token_exchanges,
         dropped=recorder.dropped,
         graphs=counters["stats"]["unique_graphs"],
         graph_breaks=sum(counters["graph_break"].values()),
@@ -260,8 +272,32 @@ class _AttentionFactors:
             yield
 
 
+@dataclass
+class _TokenExchanges:
+    """All-to-alls of tokens that are dispatched to experts, and of their numbers."""
+
+    started: int = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts those that are started within the block."""
+        from plan_api.ops.expert_dispatch import rows
+
+        exchanged = rows.exchanged
+
+        def count(start: Callable[[], Tensor]) -> Tensor:
+            def start_and_count() -> Tensor:
+                self.started += 1
+                return start()
+
+            return exchanged(start_and_count)
+
+        with mock.patch.object(rows, "exchanged", count):
+            yield
+
+
 class _StepRecorder:
-    """Records the dropout masks of the first step and the operators of the profiled one."""
+    """Records the first step's dropout masks, and what a later one exchanges or runs."""
 
     def __init__(self, config: TrainConfig) -> None:
         from integration.train.measurement.dropout_masks import DropoutMasks
@@ -269,13 +305,16 @@ class _StepRecorder:
         self._config = config
         self._operators = Counter[str]()
         self._masks, self.modules = DropoutMasks(), _ModuleHooks()
-        self._of_attention = _AttentionFactors()
+        self._of_attention, self._exchanges = _AttentionFactors(), _TokenExchanges()
 
     def backward(self, step: int, backward: Callable[[], Tensor]) -> Tensor:
         """Calls ``backward`` after ``step`` completed steps."""
         compiled = self._config.compile != "none"
         if step == 0 and self._config.dropout and not compiled:
             with self._masks, self._of_attention.counted():
+                return backward()
+        if step + 1 == _COUNTED and self._config.ep > 1:
+            with self._exchanges.counted():
                 return backward()
         # Operators are evidence for compiled layers only; a run that profiles itself has a trace.
         if step + 1 != _PROFILED or not compiled or self._config.profile_steps:
@@ -284,6 +323,11 @@ class _StepRecorder:
             loss = backward()
         self._operators.update(event.name for event in profile.events())
         return loss
+
+    @property
+    def token_exchanges(self) -> int:
+        """All-to-alls of tokens in the counted step."""
+        return self._exchanges.started
 
     @property
     def dropped(self) -> float:

@@ -36,6 +36,7 @@ def deepseek_v3(
     sp: bool = False,
     *,
     ep: Axes = None,
+    ep_chunks: int = 1,
     dense: int = 3,
     cp: str | None = None,
     cp_method: ContextMethod = "ring",
@@ -55,6 +56,7 @@ def deepseek_v3(
         sp: as in `llama`.
         ep: as in `mixtral`. Along ``tp`` under ``sp`` each rank has the shared expert, too, and
             runs it on its tokens.
+        ep_chunks: as in `mixtral`.
         dense: number of the first layers without experts, ``first_k_dense_replace`` of the config.
         cp: as in `mixtral`.
         cp_method: as in `llama`.
@@ -86,7 +88,7 @@ def deepseek_v3(
             _sum_outputs(plan, names.mlp, tp, rest, Replicate())
         _shard_shared(plan, rf"{names.mlp}\.shared_experts", tp, tp in axes.dispatched)
     run_routers_on_local_tensors(plan, axes, names)
-    return add_experts(plan, axes, names, gated="deepseek_v3", output=names.experts)
+    return add_experts(plan, axes, names, ep_chunks, gated="deepseek_v3", output=names.experts)
 
 
 def _sum_outputs(plan: Plan, path: str, tp: str, rest: Placement, grad: Placement) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api.plan import Plan
 from plan_api.spec.placements import interleaved_shard
-from plan_api.zoo.requirements import ExpertAxes
+from plan_api.zoo.requirements import ExpertAxes, check_ep_chunks
 
 __all__ = ["ExpertNames", "add_experts", "run_routers_on_local_tensors"]
 
@@ -53,6 +53,7 @@ def add_experts(
     plan: Plan,
     axes: ExpertAxes,
     names: ExpertNames = _NAMES,
+    chunks: int = 1,
     *,
     gated: str | None = None,
     output: str | None = None,
@@ -63,6 +64,7 @@ def add_experts(
         plan: to which entries are added.
         axes: of the mixture.
         names: of the mixture.
+        chunks: parts in which tokens are dispatched.
         gated: name of the plan, for messages, if experts have a fused gate and up projection and a
             down projection of (experts, out, in), which ``axes.tp`` shards where it does not shard
             experts by number; None: the plan has the entries for its own projections.
@@ -73,8 +75,10 @@ def add_experts(
         the plan.
 
     Raises:
+        ValueError: there are several chunks, and tokens are not dispatched.
         ImportError: ragged-shard is not installed, which shards fused projections.
     """
+    check_ep_chunks(axes, chunks)
     if gated is not None and axes.tp is not None and axes.tp not in axes.sharded:
         plan.shard(rf"{names.experts}\.gate_up_proj", interleaved_shard(1, 2, gated), axes.tp)
         plan.shard(rf"{names.experts}\.down_proj", Shard(2), axes.tp)
@@ -83,7 +87,7 @@ def add_experts(
         plan.redistribute(f"{names.experts}.<in:{at}>", _R, _R, axis, grad_src=_P, grad_dst=_R)
     plan.annotate(rf"{names.experts}\..*\.grad", [_P] * len(axes.replicated), axes.replicated)
     if axes.sharded:
-        return _expert_parallel(plan, axes, names, output or names.mlp)
+        return _expert_parallel(plan, axes, names, output or names.mlp, chunks)
     # Without parts to sum only the batch is sharded, or nothing.
     return plan.local(names.experts, [*axes.outputs.values()] or _R, [*axes.outputs] or None)
 
@@ -108,7 +112,9 @@ def run_routers_on_local_tensors(plan: Plan, axes: ExpertAxes, names: ExpertName
     return plan.local(rf"{names.mlp}\.{names.router}", [placement] * len(along), along)
 
 
-def _expert_parallel(plan: Plan, axes: ExpertAxes, names: ExpertNames, output: str) -> Plan:
+def _expert_parallel(
+    plan: Plan, axes: ExpertAxes, names: ExpertNames, output: str, chunks: int
+) -> Plan:
     """Adds experts sharded by number, and the combination of their outputs."""
     shard, tp = [Shard(0)] * len(axes.sharded), axes.tp
     experts, choices = names.experts, f"{names.experts}.<in:{names.index}>"
@@ -119,7 +125,7 @@ def _expert_parallel(plan: Plan, axes: ExpertAxes, names: ExpertNames, output: s
             plan.redistribute(f"{output}.<out>", _P, _R, axis)
         return plan.local(experts, [_P] * len(axes.summed), axes.summed)
     plan.dispatch(
-        choices, shard, axes.sharded, weights=names.weights, count="num_experts",
+        choices, shard, axes.sharded, weights=names.weights, count="num_experts", chunks=chunks,
         overlap=names.shared,
     )  # fmt: skip
     if tp in axes.dispatched:

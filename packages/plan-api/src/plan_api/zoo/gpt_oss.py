@@ -27,6 +27,7 @@ def gpt_oss(
     sp: bool = False,
     *,
     ep: Axes = None,
+    ep_chunks: int = 1,
     cp: str | None = None,
     cp_method: ContextMethod = "ring",
     cp_order: SequenceOrder | None = None,
@@ -43,6 +44,7 @@ def gpt_oss(
         dp: as in `llama`.
         sp: as in `llama`.
         ep: as in `mixtral`.
+        ep_chunks: as in `mixtral`.
         cp: as in `mixtral`, without ``tp``; the model needs `describe_masks`.
         cp_method: as in `llama`.
         cp_order: as in `llama`.
@@ -70,4 +72,4 @@ def gpt_oss(
             plan.shard(rf"{names.experts}\.gate_up_proj", Shard(2), tp)
             plan.shard(rf"{names.experts}\.(gate_up_proj_bias|down_proj)", Shard(1), tp)
             plan.redistribute(rf"{names.experts}\.down_proj_bias", whole, part, tp)
-    return add_experts(plan, axes, names)
+    return add_experts(plan, axes, names, ep_chunks)

@@ -27,6 +27,7 @@ def mixtral(
     sp: bool = False,
     *,
     ep: Axes = None,
+    ep_chunks: int = 1,
     cp: str | None = None,
     cp_method: ContextMethod = "ring",
     cp_order: SequenceOrder | None = None,
@@ -43,13 +44,15 @@ def mixtral(
             them, and otherwise shards each expert. Tokens are dispatched along axes of ``dp``,
             along ``cp``, and along ``tp`` under ``sp``. Ranks may have different numbers of
             experts, but not none. None: all ranks have a part of each expert.
+        ep_chunks: parts in which a rank dispatches its tokens, see `Plan.dispatch`.
         cp: as in `llama`; it may be among the axes of ``ep``, too.
         cp_method: as in `llama`.
         cp_order: as in `llama`.
         loss_parallel: as in `llama`.
 
     Raises:
-        ValueError: as `llama`; or tokens are sharded along some axes of ``ep`` only.
+        ValueError: as `llama`; or tokens are sharded along some axes of ``ep`` only, or along
+            none, with several ``ep_chunks``.
         ImportError: ``tp`` shards each expert, without ragged-shard, which shards the fused gate
             and up projections.
     """
@@ -60,4 +63,4 @@ def mixtral(
         run_routers_on_local_tensors(plan, axes)
     elif names_of(dp) and tp not in axes.dispatched:  # else routers run on local tensors
         plan.annotate("<out:router_logits>", [Shard(0)] * len(names_of(dp)), names_of(dp))
-    return add_experts(plan, axes, gated="mixtral")
+    return add_experts(plan, axes, chunks=ep_chunks, gated="mixtral")

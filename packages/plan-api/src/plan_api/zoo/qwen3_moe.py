@@ -20,6 +20,7 @@ def qwen3_moe(
     sp: bool = False,
     *,
     ep: Axes = None,
+    ep_chunks: int = 1,
     cp: str | None = None,
     cp_method: ContextMethod = "ring",
     cp_order: SequenceOrder | None = None,
@@ -33,6 +34,7 @@ def qwen3_moe(
         dp: as in `llama`.
         sp: as in `llama`.
         ep: as in `mixtral`.
+        ep_chunks: as in `mixtral`.
         cp: as in `llama`; it may be among the axes of ``ep``, too.
         cp_method: as in `llama`.
         cp_order: as in `llama`.
@@ -48,4 +50,4 @@ def qwen3_moe(
     plan = sum_head_norms(decoder(mesh, tp, dp, sp, loss_parallel, axes.mlp_grad, context), tp)
     if cp is not None:
         run_routers_on_local_tensors(plan, axes)
-    return add_experts(plan, axes, gated="qwen3_moe")
+    return add_experts(plan, axes, chunks=ep_chunks, gated="qwen3_moe")

@@ -18,6 +18,7 @@ __all__ = [
     "Axes",
     "ContextParallel",
     "ExpertAxes",
+    "check_ep_chunks",
     "check_no_tp_beside_cp",
     "check_options",
     "expert_axes",
@@ -108,6 +109,24 @@ def expert_axes(
     if summed:
         outputs = dict.fromkeys(summed, Partial())
     return ExpertAxes(sharded, dispatched, summed, tokens, outputs, tp, context)
+
+
+def check_ep_chunks(axes: ExpertAxes, chunks: int) -> None:
+    """Refuses to divide into chunks what is not dispatched.
+
+    Args:
+        axes: of a mixture of experts.
+        chunks: parts in which tokens are dispatched.
+
+    Raises:
+        ValueError: there are several, and tokens are not dispatched.
+    """
+    if chunks != 1 and not axes.dispatched:
+        raise ValueError(
+            f"ep_chunks={chunks}: expected axes of ep that shard tokens, which are dispatched, got "
+            f"ep={axes.sharded or None}; name one of dp or cp, or tp with sp=True, or leave "
+            f"ep_chunks out"
+        )
 
 
 @dataclass(frozen=True)
