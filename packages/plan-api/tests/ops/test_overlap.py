@@ -1,6 +1,8 @@
 """Communication beside products has the bits of the unsplit plan, forward and backward."""
 
+import gc
 import logging
+import weakref
 from functools import partial
 
 import pytest
@@ -294,3 +296,25 @@ def test_autocast_an_uneven_sequence_and_no_gradients():
             assert count == [counts[case]] * 3, (mode, case)
             for one, other in zip(expected, actual, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=f"{mode}, {case}")
+
+
+def test_nothing_of_a_model_is_alive_once_it_is_deleted():
+    """Hooks, replaced forwards and what `installed` knows keep no module and no parameter."""
+
+    def check():
+        mesh, found = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), {}
+        for mode in ("static", "eager"):
+            model = parallelize(llama(), with_fully_shard(mesh, True), mode=mode, overlap="tp")
+            models.train(model, steps=1)
+            seen = [(name, weakref.ref(one)) for name, one in model.named_modules()]
+            seen += [(name, weakref.ref(one)) for name, one in model.named_parameters()]
+            gc.collect()  # the optimizer
+            del model
+            gc.collect()
+            found[mode] = len(seen), [name for name, reference in seen if reference() is not None]
+        return found
+
+    for found in run_ranks(check, 2):
+        for mode, (count, alive) in found.items():
+            assert count > 40, mode
+            assert alive == [], mode

@@ -44,15 +44,15 @@ class ReplacedForward(RemovableHandle):
     """
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
-        # Weak references: this must not keep a model alive.
-        self._module, self._function = weakref.ref(module), function
+        # Weak references: this must not keep a model alive, of which the function may have modules.
+        self._module, self._function = weakref.ref(module), weakref.ref(function)
         self._had_its_own, self._before = "forward" in vars(module), forward_of(module)
         module.forward = MethodType(function, module)
 
     def remove(self) -> None:
         """Restores the ``forward`` from before, unless others have replaced it since."""
         module = self._module()
-        if module is None or forward_of(module) is not self._function:
+        if module is None or forward_of(module) is not self._function():
             return
         del module.forward
         if self._had_its_own:
