@@ -239,6 +239,9 @@ def main() -> int:
         arguments.page.write_text(page(rows))
     for line in wrong:
         print(f"check_waits: {line}", file=sys.stderr)
+    if not wrong:
+        needed = sum(failed is not None for _, failed in rows)
+        print(f"check_waits: tests need {needed} of {len(rows)} waits, others are in EQUIVALENT")
     return 1 if wrong else 0
 
 

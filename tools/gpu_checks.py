@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -223,6 +224,12 @@ def _cell(value: Any) -> str:
     return text.replace("|", "\\|")
 
 
+def summary(outcomes: list[Outcome]) -> str:
+    """The numbers of parts by their state, such as "3 passed, 2 needs CUDA"."""
+    states = Counter(each.state for each in outcomes)
+    return ", ".join(f"{number} {state}" for state, number in states.items())
+
+
 def main() -> int:
     """Runs every part; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -250,6 +257,7 @@ def main() -> int:
         values = facts | {"parts": [asdict(each) for each in outcomes]}
         (options.out / "gpu.json").write_text(json.dumps(values, indent=1) + "\n")
         (options.out / "gpu.md").write_text(page(facts, outcomes))
+    print(f"{summary(outcomes)}: {options.out / 'gpu.md'}", flush=True)
     return int(any(each.state in ("failed", "too slow") for each in outcomes))
 
 

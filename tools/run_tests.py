@@ -106,8 +106,7 @@ def main(words: Sequence[str], *, slow: bool = False) -> int:
             print(f"{ended.output}{ended.project}: took {ended.seconds:.0f} s\n", flush=True)
             if ended.status:
                 failed.append(ended.project)
-    if failed:
-        print(f"failed: {', '.join(failed)}")
+    print(f"failed: {', '.join(failed)}" if failed else f"passed: {', '.join(chosen)}")
     return 1 if failed else 0
 
 

@@ -1,10 +1,11 @@
 """Every trainer option that changes execution is in effect beside every other, or refused."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from integration.option_table.__main__ import trainer_section
+from integration.option_table.__main__ import main, trainer_section
 from integration.option_table.pairwise import proving_runs, rank_choice, uncovered
 from integration.option_table.trainer.choices import CHOICES, covering_runs, pairs, run_options
 from testkit import run_ranks
@@ -57,6 +58,18 @@ def test_a_refusal_names_an_option_of_the_pair():
             words = f"{pair.first.name} {pair.second.name}".split()
             named = {word for word in words if word in pair.refusal} - {"--system", "2", "1"}
             assert named, pair
+
+
+@pytest.mark.slow  # the sections that it writes have tests of their own
+def test_the_command_writes_the_page_and_counts_its_options(tmp_path, capsys):
+    written, page = tmp_path / "options.md", Path(__file__).parents[2] / "docs/support/options.md"
+    assert main([str(written), "--json"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["page"] == str(written)
+    assert found["options"]["the trainer"] == len(CHOICES)
+    assert printed.err.splitlines()[0] == "1/3: the trainer"
+    assert written.read_text() == page.read_text()
 
 
 @pytest.mark.ranks

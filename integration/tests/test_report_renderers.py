@@ -154,6 +154,38 @@ def test_every_table_of_html_scrolls_within_its_card(page):
     assert re.search(r"\.card \{[^}]*overflow-x: auto", render_html(REPORT))
 
 
+def test_what_scrolls_is_reached_by_tab_and_has_a_name(page):
+    regions = [own for _, own in page.elements if own.get("role") == "region"]
+    assert [own["aria-label"] for own in regions] == ["Verdicts", "llama", "Environment"]
+    assert [own["tabindex"] for own in regions] == ["0"] * 3
+    assert page.values("scope") == ["col"] * 9
+    assert ("nav", {"aria-label": "Contents"}) in page.elements
+    assert re.search(r":focus-visible \{ outline: 2px solid var\(--focus\)", render_html(REPORT))
+
+
+def test_on_paper_html_is_light_and_not_cut_off(page):
+    dark, text = "screen and (prefers-color-scheme: dark)", render_html(REPORT)
+    assert re.findall(r"@media (.*?) \{", text) == [dark, dark, "print"]
+    assert page.values("media") == [dark]
+    printed = text.partition("@media print {")[2]
+    assert re.search(r"\.card \{[^}]*overflow: visible", printed)
+    assert "th, td { white-space: normal;" in printed
+    assert "tr, figure { break-inside: avoid; }" in printed
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_text_and_focus_of_html_have_enough_contrast(theme):
+    rules = re.findall(r":root \{(.*?)\}", render_html(REPORT), re.DOTALL)
+    assert len(rules) == 2
+    colours = dict(re.findall(r"--([\w-]+): (#\w{6})", rules[theme]))
+    pairs = [("page", "focus"), ("card", "focus"), ("good-soft", "good"), ("bad-soft", "bad")]
+    pairs += [(back, text) for back in ("page", "card") for text in ("ink", "muted")]
+    pairs += [("card", "good"), ("card", "bad")]
+    for back, text in pairs:
+        low, high = sorted(_luminance(colours[name]) for name in (back, text))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, (back, text)
+
+
 def test_html_shows_the_colour_of_a_system_on_both_backgrounds(page):
     chips = [style for style in page.values("style") if "--light" in style]
     assert chips == [

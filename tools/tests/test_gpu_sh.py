@@ -5,7 +5,7 @@ import time
 
 import psutil
 
-from tools.gpu_checks import CUDA_TESTS, _end
+from tools.gpu_checks import CUDA_TESTS, Outcome, _end, summary
 from tools.workspace import ROOT
 
 STARTS_ANOTHER = """
@@ -37,6 +37,12 @@ def test_a_part_that_takes_too_long_leaves_no_process(tmp_path):
     _end(part)
     assert part.poll() is not None
     assert psutil.wait_procs([other], timeout=60)[1] == []
+
+
+def test_the_last_line_counts_the_parts_by_state():
+    states = ("passed", "needs CUDA", "passed", "too slow")
+    outcomes = [Outcome(f"part {number}", "", state) for number, state in enumerate(states)]
+    assert summary(outcomes) == "2 passed, 1 needs CUDA, 1 too slow"
 
 
 def test_all_files_with_cuda_tests_are_run():

@@ -67,5 +67,7 @@ def test_the_slow_tests_run_alone_and_a_project_may_have_none(workspace, capfd):
     slow = "import pytest\n\n\n@pytest.mark.slow\ndef test_slow():\n    pass\n"
     (workspace / "good" / "tests" / "test_slow.py").write_text(slow)
     assert run_tests.main(["-W", "ignore"], slow=True) == 0
-    assert "1 passed, 2 deselected" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "1 passed, 2 deselected" in out
+    assert out.endswith("passed: good, bad\n")
     assert (workspace / "results" / "slow-good.xml").exists()
