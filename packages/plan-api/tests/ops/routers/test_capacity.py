@@ -150,7 +150,10 @@ def test_only_a_sharded_sequence_communicates():
                 parallelize(model, plan, mode="static", guard_steps=0)
                 with CommLog() as log:
                     model(**batch)
-                of_both.append([(one.op, one.input_bytes) for one in log.calls])
+                # Dropped choices are not dispatched.
+                of_both.append(
+                    [(one.op, one.op != "all_to_all" and one.input_bytes) for one in log.calls]
+                )
             limited, without = of_both
             for call in without:
                 limited.remove(call)
@@ -160,6 +163,66 @@ def test_only_a_sharded_sequence_communicates():
     for along_sequence, along_batch in run_ranks(check, 2, _batch()):
         assert [size for _, size in along_sequence] == [4 * (4 + 1) * 4] * 2
         assert not along_batch
+
+
+def _record_rows(module):
+    """Returns a list to which calls of a module append how many rows it gets."""
+    rows, forward = [], module.forward
+
+    def record(tokens, *others):
+        rows.append(len(tokens))
+        return forward(tokens, *others)
+
+    module.forward = record
+    return rows
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_bytes_are_those_of_choices_that_are_not_dropped(chunks):
+    """In static mode; a row for each token and other rank whose experts take it."""
+
+    def check(batch):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = models.mixtral()
+        limit_expert_capacity(model, FACTOR)
+        plan = zoo.mixtral(mesh, tp=None, dp="dp", ep="dp", ep_chunks=chunks)
+        parallelize(model, plan, mode="static", guard_steps=0)
+        routed = []
+        for layer in model.model.layers:
+            layer.mlp.gate.register_forward_hook(lambda _, __, out: routed.append(out[1:]))
+        rows = [_record_rows(layer.mlp.experts) for layer in model.model.layers]
+        with CommLog() as log:
+            loss = model(**batch).loss
+        with CommLog() as back:
+            loss.backward()
+        sent = [
+            [one.wire_bytes for one in calls if one.op == "all_to_all"]
+            for calls in (log.calls, back.calls)
+        ]
+        found = [(weights.detach() != 0, index // 2) for weights, index in routed]
+        return found, [*map(sum, rows)], sent
+
+    found = run_ranks(check, 2, _batch())
+    features, numbers = 4 * 32, 2 * 4
+    row, gradient, counts = features + 2 * numbers, features + numbers, 8 * 2 * chunks
+    for layer in range(2):
+        taken = [routed[layer] for routed, _, _ in found]
+        pairs = [
+            int((within & (of == 1 - at)).any(1).sum()) for at, (within, of) in enumerate(taken)
+        ]
+        assert any(of.eq(1 - at).any(1).sum() > pairs[at] for at, (_, of) in enumerate(taken))
+        for rank, (_, computed, (forward, backward)) in enumerate(found):
+            own, other = pairs[rank], pairs[1 - rank]
+            calls = 1 + 2 * chunks
+            numbered, *exchanged = forward[calls * layer : calls * (layer + 1)]
+            assert numbered == counts
+            assert sum(exchanged) == row * own + features * other
+            first = 2 * chunks * (1 - layer)  # the last layer is first
+            assert sum(backward[first : first + 2 * chunks]) == features * own + gradient * other
+            assert computed[layer] == sum(
+                int((within & (of == rank)).sum()) for within, of in taken
+            )
 
 
 class TopKRouter(nn.Module):

@@ -29,7 +29,10 @@ from plan_api.lowering.model_names import is_inside
 from plan_api.ops.routers.tokens import check_before_parallelize, routers_of
 from plan_api.spec.axes import axis_names
 
-__all__ = ["check_expert_capacity", "install_expert_capacity", "limit_expert_capacity"]
+__all__ = [
+    "check_expert_capacity", "has_expert_capacity", "install_expert_capacity",
+    "limit_expert_capacity",
+]  # fmt: skip
 
 _ATTRIBUTE = "_expert_capacity"
 
@@ -47,7 +50,8 @@ def limit_expert_capacity(model: nn.Module, factor: float) -> None:
 
     An expert takes the first ceil(factor x tokens x choices / experts) of the tokens of a sequence
     that chose it. The weights of other choices are zero; those of a token's remaining choices stay
-    as they are. It holds while the routers are in training mode: evaluation drops nothing.
+    as they are. Where a plan dispatches tokens, choices with a weight of zero are neither sent nor
+    computed. It holds while the routers are in training mode: evaluation drops nothing.
 
     Args:
         model: of transformers, with routers that return logits, weights and choices (tokens,
@@ -68,6 +72,11 @@ def limit_expert_capacity(model: nn.Module, factor: float) -> None:
     capacity = _Capacity(factor)
     setattr(model, _ATTRIBUTE, capacity)
     capacity.handles += _install(model, factor, None, {})
+
+
+def has_expert_capacity(model: nn.Module) -> bool:
+    """Whether `limit_expert_capacity` was called with a model, or that of a shadow model."""
+    return _ATTRIBUTE in vars(model)
 
 
 def install_expert_capacity(
@@ -94,7 +103,7 @@ def check_expert_capacity(model: nn.Module, sites: Iterable[Site], mesh: DeviceM
         ValueError: the plan has context parallelism, or shards the tokens of a router along the
             sequence by several axes.
     """
-    if _ATTRIBUTE not in vars(model):
+    if not has_expert_capacity(model):
         return
     sites = list(sites)
     if any(map(_shards_inputs_of_model, sites)):
