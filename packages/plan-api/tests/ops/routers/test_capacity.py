@@ -1,6 +1,7 @@
 """The capacity of experts: what one device drops, however tokens are sharded."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from plan_api import Plan, limit_expert_capacity, parallelize, zoo
+from plan_api import (
+    AttentionMask,
+    Plan,
+    attention_mask,
+    limit_expert_capacity,
+    parallelize,
+    zoo,
+)
 from plan_api.ops.routers.tokens import routers_of
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, CommLog, models, run_ranks
 
@@ -58,14 +66,14 @@ def _drop(batch, dropped):
     return hook
 
 
-def _by_hand(make, batch):
+def _by_hand(make, batch, run=_results):
     model, dropped = make(), []
     for router in routers_of(model).values():
         router.register_forward_hook(_drop(batch, dropped))
-    results = _results(model, batch)
+    results = run(model, batch)
     choices = batch["input_ids"].numel() * 2 * len(routers_of(model))
     assert 0.1 < len(dropped) / choices < 0.6
-    assert abs(results[0] - make()(**batch).loss.item()) > 1e-5
+    assert abs(results[0] - run(make(), batch)[0]) > 1e-5
     return results
 
 
@@ -114,6 +122,62 @@ def test_loss_and_gradients_are_those_of_one_device(mode, ranks, cases, family):
     expected = _by_hand(make, _batch())
     for of_case in zip(*run_ranks(check, ranks, _batch(), timeout=240), strict=True):
         _check(of_case, expected)
+
+
+CONTEXT = {
+    "zig-zag": ("mixtral", 16, {"ep": "cp"}),
+    "contiguous": ("mixtral", 16, {"cp_method": "ulysses"}),
+    "DeepSeek-V3, all-gather": ("deepseek_v3", 16, {"ep": "cp", "cp_method": "all-gather"}),
+    "padded": ("mixtral", 13, {"ep": "cp"}),
+    "documents": ("mixtral", 13, {"cp_order": "balanced", "ep": "cp"}),
+}
+CONTEXT_OPTIONS = {
+    "attn_implementation": "sdpa",
+    "num_key_value_heads": 4,
+}  # a head for each rank of ulysses
+DOCUMENTS = AttentionMask.of_lengths([4, 9])
+
+
+def _context_results(model, batch, name, on_ranks):
+    """The results of a batch, whose mask is described or dense where it is not causal."""
+    if name not in ("padded", "documents"):
+        return _results(model, batch)
+    mask = DOCUMENTS if name == "documents" else AttentionMask()
+    if on_ranks:
+        with attention_mask(mask):
+            return _results(model, batch)
+    return _results(model, batch | {"attention_mask": mask.dense(batch["input_ids"].shape[1])})
+
+
+@pytest.mark.ranks
+@needs_flattening
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(2, ["zig-zag", "documents"]), pytest.param(4, [*CONTEXT], marks=pytest.mark.slow)],
+    ids=["2 ranks", "4 ranks"],
+)
+@pytest.mark.parametrize("mode", ["eager", "static"])
+def test_tokens_in_an_order_of_context_parallelism_are_counted_in_the_sequences(mode, ranks, names):
+    def check():
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+        found = []
+        for name in names:
+            family, length, product = CONTEXT[name]
+            make, plan_of, options = FAMILIES[family]
+            model = make(**CONTEXT_OPTIONS)
+            limit_expert_capacity(model, FACTOR)
+            plan = plan_of(mesh, tp=None, cp="cp", **options, **product)
+            parallelize(model, plan, mode=mode)
+            found.append(_context_results(model, _batch(length), name, on_ranks=True))
+        return found
+
+    for name, of_case in zip(
+        names, zip(*run_ranks(check, ranks, timeout=240), strict=True), strict=True
+    ):
+        family, length, _ = CONTEXT[name]
+        make = partial(FAMILIES[family][0], **CONTEXT_OPTIONS)
+        run = partial(_context_results, name=name, on_ranks=False)
+        _check(of_case, _by_hand(make, _batch(length), run))
 
 
 @pytest.mark.ranks
@@ -283,16 +347,24 @@ def test_what_has_no_effect_or_comes_too_late_is_refused(mesh):
         limit_expert_capacity(late, 1.0)
 
 
-@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
-def test_context_parallelism_is_refused(mesh, order):
+def test_sequences_that_are_sharded_in_an_unknown_order_are_refused(mesh):
     model = models.mixtral()
     limit_expert_capacity(model, 1.0)
-    plan = Plan(mesh).sequence("<in:input_ids>", "tp", order=order)
-    if order == "zigzag":
-        plan.context(r"model\.layers\.\d+\.self_attn", "tp")
-    with pytest.raises(ValueError, match="expected a plan without context parallelism"):
+    plan = Plan(mesh).shard("<in:input_ids>", Shard(1), "tp")
+    with pytest.raises(ValueError, match=r"sequences by sequence\(\), got shard.* along 'tp'"):
         parallelize(model, plan, src_data_rank=None)
     assert not isinstance(next(model.parameters()), DTensor)
+
+
+def test_routers_on_dtensors_beside_context_parallelism_are_refused(mesh):
+    model = models.mixtral()
+    limit_expert_capacity(model, 1.0)
+    plan = Plan(mesh).sequence("<in:input_ids>", "tp", order="contiguous")
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.gate to run on .*along 'tp'.*add local"):
+        parallelize(model, plan, src_data_rank=None)
+    plan = zoo.mixtral(mesh, cp="dp", sp=True, ep=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"one axis .*layers\.0\.mlp\.gate, got \['dp', 'tp'\]"):
+        parallelize(model, plan, src_data_rank=None)
 
 
 def test_several_axes_along_a_sequence_are_refused(mesh):
