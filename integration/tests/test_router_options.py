@@ -32,6 +32,8 @@ PRODUCTS = {
         "TP + SP, static": SP | {"static": True},
         "FSDP x EP, recomputed": {"dp_shard": 2, "ep": 2, "activation_checkpointing": "full"},
         "FSDP, static": {"dp_shard": 2, "static": True},
+        "CP with EP": {"cp": 2, "ep": 2},
+        "CP, static": {"cp": 2, "static": True},
         "PP": PIPELINE,
         "PP, static": PIPELINE | {"static": True},
         "PP, split backward": PIPELINE | ZERO_BUBBLE,
@@ -41,6 +43,7 @@ PRODUCTS = {
     4: {
         "FSDP x TP + SP": {"dp_shard": 2} | SP,
         "PP x FSDP x EP": PIPELINE | {"dp_shard": 2, "ep": 2},
+        "PP x CP with EP": PIPELINE | {"cp": 2, "ep": 2},
         "PP x TP + SP, static": PIPELINE | SP | {"static": True},
         "EP x TP, static": {"dp_replicate": 2, "ep": 2, "tp": 2, "static": True},
     },

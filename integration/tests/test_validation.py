@@ -156,13 +156,13 @@ EXPERTS = {"model": "mixtral-tiny", "ranks": 2}
     ],
 )
 def test_dispatched_rows_are_kept_where_ranks_dispatch_tokens(options, message):
-    kept = EXPERTS | {"activation_checkpointing": "keep-dispatch"}
+    run = EXPERTS | {"activation_checkpointing": "keep-dispatch"}
     with pytest.raises(
         UsageError, match=f"--activation-checkpointing keep-dispatch: expected {message}"
     ):
-        validate(TrainConfig(**kept | options))
+        validate(TrainConfig(**run | options))
     for accepted in ({"dp_shard": 2}, {"tp": 2, "sp": True}):
-        validate(TrainConfig(**kept | accepted, system="plan", ep=2, ep_chunks=2))
+        validate(TrainConfig(**run | accepted, system="plan", ep=2, ep_chunks=2))
 
 
 CONTEXT = {"system": "plan", "cp": 2, "ranks": 2, "dropout": 0.1}

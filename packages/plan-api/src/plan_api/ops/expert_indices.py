@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.ir import ExpertIndices
 from plan_api.ops.expert_dispatch import OverlappedModule, TokenDispatcher
+from plan_api.ops.routers.capacity import has_expert_capacity
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.hooks import get_argument, register_always_called, replace_argument
@@ -77,7 +78,9 @@ def install_expert_indices(
             caller = path.rpartition(".")[0]
             overlapped = OverlappedModule(model.get_submodule(caller), name, caller)
             handles += overlapped.install()
-        dispatcher = TokenDispatcher(one.dispatch, one, mesh, path, overlapped)
+        dispatcher = TokenDispatcher(
+            one.dispatch, one, mesh, path, overlapped, drops_zeros=has_expert_capacity(model)
+        )
         handles += [
             _before(module, at.wrap(dispatcher.dispatch)),
             _after(module, at.wrap(dispatcher.combine)),

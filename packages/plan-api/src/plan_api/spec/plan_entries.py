@@ -244,7 +244,8 @@ class PlanEntries(PolicyEntries):
         rank that has experts that it chose, with its choices and weights. The module runs on one
         row for each choice of this rank's experts, with one choice and its weight, sorted by
         expert, and returns a row each. Those of a token are summed before they are sent back, and
-        then over the ranks. No token is dropped or padded.
+        then over the ranks. No token is dropped or padded, except for choices beyond a capacity
+        (`limit_expert_capacity`), which are not sent.
 
         With several chunks a rank's tokens are sent in as many parts, and the module runs once for
         each, forward and backward, while others are sent: of the time of all-to-alls only the first

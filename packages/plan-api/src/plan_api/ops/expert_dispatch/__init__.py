@@ -4,8 +4,9 @@ Note: a *row* is a token that is sent to a rank, with all its choices and weight
 that has some of the experts that it chose. An *assignment* is a token and one of these experts. One
 all-to-all exchanges the numbers of rows and of assignments, a second one dispatches the rows, whose
 assignments the receiving rank sorts by expert; when the module has run on those, the results of a
-row are summed and a third one returns them, which are summed over the ranks. No token is dropped
-or padded: splits are uneven. Backward runs the second and the third in reverse.
+row are summed and a third one returns them, which are summed over the ranks. No token is padded,
+as splits are uneven, or dropped; choices that a router's capacity has dropped before, whose weights
+are zero, are not sent. Backward runs the second and the third in reverse.
 
 Tokens may be split into *chunks*, each with a second and a third all-to-all of its own, for which
 the module runs once. Each all-to-all has a function that starts it and one that waits for it, and

@@ -29,6 +29,8 @@ from plan_api.runtime.hooks import get_argument, replace_argument
 
 __all__ = ["TokenDispatcher"]
 
+_NO_EXPERT = -1  # in rows, where a choice is dropped
+
 
 @dataclass(frozen=True)
 class _Running:
@@ -58,6 +60,8 @@ class TokenDispatcher:
         mesh: of the plan; all its ranks have to construct this.
         path: of the module, for messages.
         overlapped: runs while results are sent; None: nothing does.
+        drops_zeros: whether choices with a weight of zero are not sent, as their results and
+            gradients are zero: those of routers that are limited to a capacity.
     """
 
     def __init__(
@@ -67,11 +71,14 @@ class TokenDispatcher:
         mesh: DeviceMesh,
         path: str,
         overlapped: OverlappedModule | None = None,
+        *,
+        drops_zeros: bool = False,
     ) -> None:
         self._dispatch, self._path, self._overlapped = dispatch, path, overlapped
         self._index, self._own = indices.argument, indices.own
         self._slots = [dispatch.tokens, indices.argument]
         self._slots += [dispatch.weights] if dispatch.weights is not None else []
+        self._drops_zeros = drops_zeros and dispatch.weights is not None
         self._group = ExchangeGroup.along(indices.axes, mesh, dispatch.step)
         self._at = StepContext(f"the backward of {path}", dispatch.step)
         self._running: _Running | None = None
@@ -173,9 +180,13 @@ class TokenDispatcher:
         tokens, index, *weights = given
         ranks, number = len(self._dispatch.experts), self._dispatch.chunks
         starts = [len(tokens) * chunk // number for chunk in range(number + 1)]
-        choices, counts = self._count(index, starts)
+        dropped = weights[0] == 0 if self._drops_zeros else None
+        choices, counts = self._count(index, dropped, starts)
         in_flight = self._group.start(counts, [1] * ranks, [1] * ranks)
-        parts = [tokens, index.to(torch.int32), *weights]
+        sent_index = index.to(torch.int32)
+        if dropped is not None:
+            sent_index = sent_index.masked_fill(dropped, _NO_EXPERT)
+        parts = [tokens, sent_index, *weights]
         row_format = RowFormat.of(parts)
         rows = row_format.join(parts)
         most = min(ranks, index.shape[1])  # rows of a token
@@ -221,9 +232,14 @@ class TokenDispatcher:
         return [[own if part == self._own else others for part in self._dispatch.experts]] * 2
 
     def _count(
-        self, index: torch.Tensor, starts: Sequence[int]
+        self, index: torch.Tensor, dropped: torch.Tensor | None, starts: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns how many experts of each rank tokens chose, and the numbers that are exchanged.
+
+        Args:
+            index: (tokens, choices).
+            dropped: which choices do not count, as bools; None: all do.
+            starts: the first token of each chunk, and the number of tokens.
 
         Returns:
             (ranks, tokens), int64; and (ranks, 2 chunks), int64: the rows and the assignments of
@@ -232,8 +248,9 @@ class TokenDispatcher:
         experts = self._dispatch.experts
         firsts = index.new_tensor([part.start for part in experts[1:]])
         ranks = torch.bucketize(index, firsts, right=True).t()  # (choices, tokens)
+        counted = torch.ones_like(ranks) if dropped is None else (~dropped).t().to(ranks.dtype)
         choices = index.new_zeros(len(experts), len(index), dtype=torch.int64)
-        choices.scatter_add_(0, ranks, torch.ones_like(ranks))
+        choices.scatter_add_(0, ranks, counted)
         sizes = [end - start for start, end in itertools.pairwise(starts)]
         counts = [
             count for part in choices.split(sizes, 1) for count in ((part > 0).sum(1), part.sum(1))

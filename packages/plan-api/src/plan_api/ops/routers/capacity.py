@@ -5,7 +5,8 @@ keep it, where ``choices`` are those of a token. Sequences are GShard's groups: 
 depends on the tokens before it in its sequence only, so that it is one device's however batches are
 split over ranks and microbatches, without communication. Where a plan shards the tokens of routers
 along the sequence, one all-gather of the numbers of choices, which the host does not wait for, adds
-those of the ranks before.
+those of the tokens before on other ranks. Under context parallelism ranks have several ranges of
+positions, each of which is counted; padding is behind all tokens, and counts for none.
 
 Source: GShard, section 2.2 (https://arxiv.org/abs/2006.16668).
 """
@@ -13,7 +14,7 @@ Source: GShard, section 2.2 (https://arxiv.org/abs/2006.16668).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +25,47 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.lowering.ir import HookPoint, OpKind, Site, SiteStep
+from plan_api.context_parallel.batch import order_of
+from plan_api.context_parallel.order import SequenceSharding, TokenOrder
+from plan_api.lowering.ir import HookPoint, OpKind, Site
 from plan_api.lowering.model_names import is_inside
 from plan_api.ops.routers.tokens import check_before_parallelize, routers_of
 from plan_api.spec.axes import axis_names
+from plan_api.spec.plan_entries import SequenceOrder
 
-__all__ = ["check_expert_capacity", "install_expert_capacity", "limit_expert_capacity"]
+__all__ = [
+    "check_expert_capacity", "has_expert_capacity", "install_expert_capacity",
+    "limit_expert_capacity",
+]  # fmt: skip
 
 _ATTRIBUTE = "_expert_capacity"
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """The ranks that have parts of each sequence of a router's tokens.
+
+    Attributes:
+        mesh: of the plan.
+        axis: along which they are.
+        sharding: under context parallelism, which tokens they have; None: consecutive ones.
+    """
+
+    mesh: DeviceMesh
+    axis: str
+    sharding: SequenceSharding | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank along the axis."""
+        return self.mesh.get_local_rank(self.axis)
+
+    def gathered(self, own: torch.Tensor) -> torch.Tensor:
+        """Returns (ranks, ...): the tensors of all ranks, of one shape."""
+        ops, group = torch.ops._c10d_functional, self.mesh.get_group(self.axis)
+        gathered = ops.all_gather_into_tensor(own, group.size(), group.group_name)
+        of_ranks: torch.Tensor = ops.wait_tensor(gathered).view(-1, *own.shape)
+        return of_ranks
 
 
 @dataclass(eq=False)
@@ -47,7 +81,8 @@ def limit_expert_capacity(model: nn.Module, factor: float) -> None:
 
     An expert takes the first ceil(factor x tokens x choices / experts) of the tokens of a sequence
     that chose it. The weights of other choices are zero; those of a token's remaining choices stay
-    as they are. It holds while the routers are in training mode: evaluation drops nothing.
+    as they are. Where a plan dispatches tokens, choices with a weight of zero are neither sent nor
+    computed. It holds while the routers are in training mode: evaluation drops nothing.
 
     Args:
         model: of transformers, with routers that return logits, weights and choices (tokens,
@@ -67,7 +102,12 @@ def limit_expert_capacity(model: nn.Module, factor: float) -> None:
     check_before_parallelize(model, "limit_expert_capacity", _ATTRIBUTE)
     capacity = _Capacity(factor)
     setattr(model, _ATTRIBUTE, capacity)
-    capacity.handles += _install(model, factor, None, {})
+    capacity.handles += _install(model, factor, {})
+
+
+def has_expert_capacity(model: nn.Module) -> bool:
+    """Whether `limit_expert_capacity` was called with a model, or that of a shadow model."""
+    return _ATTRIBUTE in vars(model)
 
 
 def install_expert_capacity(
@@ -84,44 +124,84 @@ def install_expert_capacity(
     if capacity is not None:
         for handle in capacity.handles:
             handle.remove()
-        yield from _install(model, capacity.factor, mesh, _sequence_axes(model, sites, mesh))
+        yield from _install(model, capacity.factor, _sequences(model, [*sites], mesh))
 
 
 def check_expert_capacity(model: nn.Module, sites: Iterable[Site], mesh: DeviceMesh) -> None:
-    """Refuses a plan whose ranks have no consecutive parts of a sequence.
+    """Refuses a plan of which the order of a sequence's tokens on the ranks is not known.
 
     Raises:
-        ValueError: the plan has context parallelism, or shards the tokens of a router along the
-            sequence by several axes.
+        ValueError: the plan shards the sequences that the model takes in another way than context
+            parallelism, or the tokens of a router along the sequence by several axes, or its
+            routers do not run on local tensors under context parallelism.
     """
-    if _ATTRIBUTE not in vars(model):
+    if not has_expert_capacity(model):
         return
     sites = list(sites)
-    if any(map(_shards_inputs_of_model, sites)):
+    orders = _orders(sites)
+    unordered = [axis for axis in _axes_of_inputs(sites) if axis not in orders]
+    if unordered:
         raise ValueError(
-            "limit_expert_capacity: expected a plan without context parallelism, whose ranks have "
-            "tokens in another order, got one with it; leave either out"
+            f"limit_expert_capacity: expected a plan that shards the model's sequences by "
+            f"sequence(), got shard() of an input along {unordered[0]!r}, in an order that is not "
+            f"known; use sequence()"
         )
     for path, axes in _sequence_axes(model, sites, mesh).items():
-        if len(axes) > 1:
+        along = [*orders, *axes]
+        if len(along) > 1:
             raise ValueError(
                 f"limit_expert_capacity: expected one axis that shards the sequences of {path}, "
-                f"got {axes}; shard the batch along the others"
+                f"got {along}; shard the batch along the others"
+            )
+        if orders and not _runs_on_local_tokens(path, sites, *orders):
+            raise ValueError(
+                f"limit_expert_capacity: expected {path} to run on this rank's tokens along "
+                f"{along[0]!r}, which shards sequences, got no entry that says so; add "
+                f"local({path!r}, Shard(0), {along[0]!r})"
             )
 
 
-def _shards_inputs_of_model(site: Site) -> bool:
-    """Whether a site is of context parallelism, or shards the sequences that a model takes."""
-    is_input = not site.path and site.hook_point is HookPoint.FORWARD_PRE
+def _axes_of_inputs(sites: Iterable[Site]) -> list[str]:
+    """Returns the axes along which the sequences that a model takes are sharded."""
+    return [
+        axis
+        for site in sites
+        if not site.path and site.hook_point is HookPoint.FORWARD_PRE
+        for step in site.steps
+        if step.kind is OpKind.REDIST
+        for axis, move in step.moves.items()
+        if _shards_sequence(move.dst)
+    ]
+
+
+def _orders(sites: Iterable[Site]) -> dict[str, SequenceOrder]:
+    """Returns the order of tokens along each axis of context parallelism."""
+    return {
+        axis: dict(move.options)["order"]
+        for site in sites
+        for step in site.steps
+        if step.kind in (OpKind.ORDER, OpKind.CONTEXT)
+        for axis, move in step.moves.items()
+    }
+
+
+def _runs_on_local_tokens(router: str, sites: Iterable[Site], axis: str) -> bool:
     return any(
-        step.kind in (OpKind.ORDER, OpKind.CONTEXT)
-        or (is_input and step.kind is OpKind.REDIST and any(map(_shards_sequence, _ends(step))))
+        step.kind is OpKind.LOCAL and site.path == router and axis in step.moves
+        for site in sites
         for step in site.steps
     )
 
 
-def _ends(step: SiteStep) -> list[Placement]:
-    return [move.dst for move in step.moves.values()]
+def _sequences(model: nn.Module, sites: Sequence[Site], mesh: DeviceMesh) -> dict[str, _Sequences]:
+    """Returns the ranks that have parts of a router's sequences, by its path."""
+    orders = {axis: one for axis, one in _orders(sites).items() if mesh[axis].size() > 1}
+    if orders:
+        ((axis, order),) = orders.items()
+        ordered = _Sequences(mesh, axis, SequenceSharding(order, mesh[axis].size()))
+        return dict.fromkeys(routers_of(model), ordered)
+    found = _sequence_axes(model, sites, mesh)
+    return {path: _Sequences(mesh, axes[0]) for path, axes in found.items() if axes}
 
 
 def _shards_sequence(placement: Placement) -> bool:
@@ -144,11 +224,10 @@ def _sequence_axes(
 
 
 def _install(
-    model: nn.Module, factor: float, mesh: DeviceMesh | None, axes: dict[str, list[str]]
+    model: nn.Module, factor: float, sequences: Mapping[str, _Sequences]
 ) -> Iterator[RemovableHandle]:
     for path, router in routers_of(model).items():
-        along = axes.get(path)
-        hooks = _Hooks(path, factor, (mesh, along[0]) if mesh is not None and along else None)
+        hooks = _Hooks(path, factor, sequences.get(path))
         parent = model.get_submodule(path.rpartition(".")[0])
         yield parent.register_forward_pre_hook(hooks.remember, with_kwargs=True)
         yield router.register_forward_hook(hooks.drop)
@@ -160,24 +239,33 @@ class _Hooks:
     Args:
         path: of the router.
         factor: of the capacity.
-        sequence: mesh and axis whose ranks have consecutive parts of each sequence; None: each
-            rank has its sequences with all of their tokens.
+        sequences: the ranks that have parts of each sequence; None: each rank has its sequences
+            with all of their tokens.
     """
 
-    def __init__(self, path: str, factor: float, sequence: tuple[DeviceMesh, str] | None) -> None:
-        self._path, self._factor, self._sequence = path, factor, sequence
+    def __init__(self, path: str, factor: float, sequences: _Sequences | None) -> None:
+        self._path, self._factor, self._sequences = path, factor, sequences
         self._shape: tuple[int, ...] = ()  # of the hidden states on this rank
 
     def remember(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states = next(iter((*args, *kwargs.values())), None)
-        if isinstance(states, DTensor) and any(map(_shards_sequence, states.placements)):
+        if isinstance(states, DTensor):
+            self._check_sequences(states)
+        local = states.to_local() if isinstance(states, DTensor) else states
+        self._shape = tuple(getattr(local, "shape", ()))
+
+    def _check_sequences(self, states: DTensor) -> None:
+        """Refuses sequences that are sharded otherwise than by context parallelism."""
+        sequences = self._sequences
+        ordered = [sequences.axis] if sequences is not None and sequences.sharding else []
+        axes = zip(axis_names(states.device_mesh), states.placements, strict=True)
+        if [axis for axis, one in axes if _shards_sequence(one)] != ordered:
+            where = f"sharded along {ordered[0]!r} only" if ordered else "on one rank"
             raise ValueError(
-                f"{self._path}: expected hidden states whose sequences are on one rank, got "
+                f"{self._path}: expected hidden states whose sequences are {where}, got "
                 f"{states._spec}; run the module that takes them by Plan.local(..., Shard(1)), or "
                 f"leave limit_expert_capacity out"
             )
-        local = states.to_local() if isinstance(states, DTensor) else states
-        self._shape = tuple(getattr(local, "shape", ()))
 
     def drop(self, router: nn.Module, _: Any, output: Any) -> Any:
         if not router.training:
@@ -203,28 +291,64 @@ class _Hooks:
         batch, tokens, _ = self._shape
         chosen = index.new_zeros(len(index), experts, dtype=torch.int32).scatter_(1, index, 1)
         chosen = chosen.view(batch, tokens, experts)
-        before = chosen.cumsum(1, dtype=torch.int32) - chosen  # of the sequence
-        limit: float | torch.Tensor
-        if self._sequence is None:
-            limit = math.ceil(self._factor * tokens * index.shape[1] / experts)
+        sequences = self._sequences
+        number: int | torch.Tensor  # of the tokens of a sequence
+        if sequences is None:
+            before, number = _before(chosen), tokens
+        elif sequences.sharding is None:
+            earlier, number = _consecutive(chosen, sequences)
+            before = _before(chosen) + earlier.unsqueeze(1)
         else:
-            earlier, number = self._of_sequence(chosen.sum(1, dtype=torch.int32), tokens)
-            before = before + earlier.unsqueeze(1)
-            limit = (self._factor * number.double() * index.shape[1] / experts).ceil()
+            length = tokens * sequences.sharding.ranks
+            order = order_of(sequences.sharding, length, f"{self._path}: hidden states")
+            before, number = _before_in_order(chosen, order, sequences), order.length
+        limit = self._factor * number * index.shape[1] / experts
+        limit = limit.ceil() if isinstance(limit, torch.Tensor) else math.ceil(limit)
         return before.view(-1, experts).gather(1, index) < limit
 
-    def _of_sequence(self, counts: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the choices (batch, experts) on the ranks before, and the tokens of a sequence.
 
-        Args:
-            counts: (batch, experts) int32, of this rank.
-            tokens: of a sequence on this rank; ranks may have different numbers.
-        """
-        assert self._sequence is not None
-        mesh, axis = self._sequence
-        own = torch.cat([counts, counts.new_full((len(counts), 1), tokens)], 1)
-        ops, group = torch.ops._c10d_functional, mesh.get_group(axis)
-        gathered = ops.all_gather_into_tensor(own, group.size(), group.group_name)
-        of_ranks = ops.wait_tensor(gathered).view(-1, *own.shape)
-        earlier = of_ranks[: mesh.get_local_rank(axis)].sum(0)
-        return earlier[:, :-1], of_ranks[:, 0, -1].sum()
+def _before(chosen: torch.Tensor) -> torch.Tensor:
+    """Returns (batch, tokens, experts), int32: how many tokens before each one chose an expert.
+
+    Args:
+        chosen: (batch, tokens, experts), int32: whether a token chose an expert.
+    """
+    return chosen.cumsum(1, dtype=torch.int32) - chosen
+
+
+def _consecutive(chosen: torch.Tensor, sequences: _Sequences) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the choices (batch, experts) on the ranks before, and the tokens of a sequence.
+
+    Args:
+        chosen: (batch, tokens, experts), int32; ranks may have different numbers of tokens.
+        sequences: whose parts are consecutive.
+    """
+    counts = chosen.sum(1, dtype=torch.int32)
+    own = torch.cat([counts, counts.new_full((len(counts), 1), chosen.shape[1])], 1)
+    of_ranks = sequences.gathered(own)
+    return of_ranks[: sequences.rank].sum(0)[:, :-1], of_ranks[:, 0, -1].sum().double()
+
+
+def _before_in_order(
+    chosen: torch.Tensor, order: TokenOrder, sequences: _Sequences
+) -> torch.Tensor:
+    """Returns what `_before` does, of tokens in an order of context parallelism."""
+    own = order.parts[sequences.rank]
+    ranges = chosen.split([stop - start for start, stop in own], 1)
+    most = max(map(len, order.parts))  # ranges of a rank
+    counts = chosen.new_zeros(most, chosen.shape[0], chosen.shape[2])
+    counts[: len(ranges)] = torch.stack([one.sum(1, dtype=torch.int32) for one in ranges])
+    places = sorted(
+        (start, rank * most + number)
+        for rank, part in enumerate(order.parts)
+        for number, (start, _) in enumerate(part)
+    )
+    places_in_order = torch.tensor([place for _, place in places], device=chosen.device)
+    of_ranges = sequences.gathered(counts).flatten(0, 1).index_select(0, places_in_order)
+    earlier = of_ranges.cumsum(0, dtype=torch.int32) - of_ranges
+    starts = [start for start, _ in places]
+    parts = [
+        _before(one) + earlier[starts.index(start)].unsqueeze(1)
+        for one, (start, _) in zip(ranges, own, strict=True)
+    ]
+    return torch.cat(parts, 1)
