@@ -125,7 +125,8 @@ def covering_runs(
     Args:
         choices: see `pairs`.
         complete: see `pairs`.
-        accepts: whether a run of more than two choices is allowed, in addition to validation.
+        accepts: whether a run of more than two choices, completed, is allowed, in addition to
+            validation.
         existing: runs whose pairs count as covered.
     """
     accepted = {
@@ -147,7 +148,7 @@ def covering_runs(
             best = remaining.pop(gains.index(max(gains)))
             together = tuple(choice for choice in choices if choice in (*run, best))
             fits = all(frozenset((best, one)) in accepted for one in run)
-            if fits and accepts(together) and complete(together).run:
+            if fits and (found := complete(together).run) and accepts(found):
                 run.append(best)
         completed = complete(tuple(choice for choice in choices if choice in run)).run
         assert completed

@@ -53,6 +53,7 @@ def _fsdp(part: nn.Module, context: StageContext) -> nn.Module:
             reshard_after_forward=False,
             shard_placement_fn=granularity,
             offload_policy=context.degrees.offload_policy,
+            send_dtype=context.degrees.dtype_sent,
         )
     return part
 

@@ -9,7 +9,7 @@ from integration.errors import UsageError
 from integration.systems.base import System
 from integration.systems.ddp import DataParallel
 from integration.systems.deepspeed import ZeroThree
-from integration.systems.degrees import REST, Degrees, Placements
+from integration.systems.degrees import REST, Degrees, Placements, SendDtype
 from integration.systems.dtensor_tp import DTensorTensorParallel
 from integration.systems.fsdp import FullyShardedBuffers
 from integration.systems.fsdp1 import FullyShardedOne
@@ -31,7 +31,7 @@ _ALL: tuple[type[System], ...] = (
 )
 SYSTEM_NAMES: tuple[str, ...] = tuple(system.name for system in _ALL)
 
-__all__ = ["REST", "SYSTEM_NAMES", "Degrees", "Placements", "System", "get_system"]
+__all__ = ["REST", "SYSTEM_NAMES", "Degrees", "Placements", "SendDtype", "System", "get_system"]
 
 
 def get_system(
@@ -58,12 +58,16 @@ def get_system(
                 others = replace(others, placements=None)
             if system.accepts_offload:
                 others = replace(others, offload=False)
+            if system.accepts_send_dtype:
+                others = replace(others, send_dtype=None)
             if others != Degrees() and not system.accepts_degrees:
                 fit = [each.name for each in _ALL if each.accepts_degrees]
                 if others == Degrees(placements=others.placements):
                     fit = [each.name for each in _ALL if each.accepts_placements]
                 if others == Degrees(offload=True):
                     fit = [each.name for each in _ALL if each.accepts_offload]
+                if others == Degrees(send_dtype=others.send_dtype):
+                    fit = [each.name for each in _ALL if each.accepts_send_dtype]
                 raise UsageError(
                     f"system {name!r} does not take {' '.join(others.options)}; leave it out, or"
                     f" use one of: {', '.join(fit)}"

@@ -77,6 +77,8 @@ class System(ABC):
     supports_documents: bool = False
     # Whether it can keep sharded parameters, gradients and optimizer state on the host.
     accepts_offload: bool = False
+    # Whether it can send the terms of gradients in a narrower dtype than they are added in.
+    accepts_send_dtype: bool = False
     # Whether it supports block-wise and matrix optimizers, which need parameters with their
     # original shapes, unsharded or as DTensors.
     supports_all_optimizers: bool = False

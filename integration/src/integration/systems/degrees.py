@@ -14,6 +14,8 @@ from integration.systems.divisors import alternatives, divisors
 _OneAxis: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3"]
 _TwoAxes: TypeAlias = Literal["hsdp", "hfsdp"]
 Placements: TypeAlias = _OneAxis | _TwoAxes
+SendDtype: TypeAlias = Literal["bfloat16", "float8"]
+_SEND_DTYPES = {"bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 # The value of ``--dp-shard`` that stands for the ranks which the other degrees leave.
 REST = -1
 
@@ -39,6 +41,9 @@ class Degrees:
         placements: fsdp's, of parameters, gradients and optimizer state; None: all are sharded, and
             with ``dp_replicate`` replicated over it.
         offload: whether sharded parameters, gradients and optimizer state are on the host.
+        send_dtype: in which fsdp sends the terms of gradients; None: in that of their sums.
+        overlap: the kind whose communication is sent beside the products of linear layers; None: it
+            is waited for at once.
         static: whether operators run on local tensors, by plan-api's static mode.
     """
 
@@ -54,6 +59,8 @@ class Degrees:
     zero3: bool = False
     placements: Placements | None = None
     offload: bool = False
+    send_dtype: SendDtype | None = None
+    overlap: Literal["tp"] | None = None
     static: bool = False
 
     @property
@@ -79,6 +86,11 @@ class Degrees:
     def offload_policy(self) -> OffloadPolicy:
         """The policy of torch's fully_shard, and of fsdp's."""
         return CPUOffloadPolicy() if self.offload else OffloadPolicy()
+
+    @property
+    def dtype_sent(self) -> torch.dtype | None:
+        """The dtype of ``send_dtype``."""
+        return None if self.send_dtype is None else _SEND_DTYPES[self.send_dtype]
 
     @property
     def data(self) -> int:
@@ -212,16 +224,42 @@ class Degrees:
             )
         if self.placements is not None:
             self._check_placements(self.placements)
-        if self.offload and (self.dp_shard == 1 or self.zero3):
-            raise UsageError(
-                "--offload: expected --dp-shard of at least 2 without --zero3, as it is of the"
-                f" parameters that fsdp shards, got --dp-shard {self.dp_shard}"
-                f"{' --zero3' * self.zero3}; give --dp-shard only, or leave --offload out"
-            )
+        for option, is_given in {
+            "--offload": self.offload,
+            f"--send-dtype {self.send_dtype}": self.send_dtype is not None,
+        }.items():
+            if is_given and (self.dp_shard == 1 or self.zero3):
+                raise UsageError(
+                    f"{option}: expected --dp-shard of at least 2 without --zero3, as it is of the"
+                    f" parameters that fsdp shards, got --dp-shard {self.dp_shard}"
+                    f"{' --zero3' * self.zero3}; give --dp-shard only, or leave"
+                    f" {option.split()[0]} out"
+                )
+        self._check_overlap()
         if self.zero3 and self.sends_tokens:
             raise UsageError(
                 f"--zero3: expected --ep 1, as it shards experts too, got --ep {self.ep};"
                 " leave one out"
+            )
+
+    def _check_overlap(self) -> None:
+        """Refuses overlap where nothing is sent, or no product is beside it.
+
+        Raises:
+            UsageError: names the other option.
+        """
+        if self.overlap is None:
+            return
+        option = f"--overlap {self.overlap}"
+        if self.tp == 1:
+            raise UsageError(
+                f"{option}: expected --tp of at least 2, got 1; give --tp as well, or leave"
+                " --overlap out"
+            )
+        if self.zero3:
+            raise UsageError(
+                f"{option}: expected no --zero3, which gathers the weights of linear layers while"
+                " they run; use --dp-shard without --zero3, or leave --overlap out"
             )
 
     def _check_placements(self, placements: str) -> None:

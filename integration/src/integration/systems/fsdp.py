@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+from integration.errors import UsageError
 from integration.models import ModelShape
 from integration.systems.base import AUTOCAST_DTYPES, System
 from integration.systems.degrees import check_axes
@@ -30,14 +31,20 @@ class FullyShardedBuffers(System):
     needs_dist_rng_for_init = True
     accepts_placements = True
     accepts_offload = True
+    accepts_send_dtype = True
     supports_all_optimizers = True
     on_buffers = True
     supports_compile = True
     compute_dtypes = AUTOCAST_DTYPES
 
     def check(self, world_size: int, shape: ModelShape) -> None:
-        """Refuses placements of two axes, as the mesh has one."""
-        del world_size, shape
+        """Refuses placements of two axes, as the mesh has one, and a dtype in which none sends."""
+        del shape
+        if self.degrees.send_dtype is not None and world_size == 1:
+            raise UsageError(
+                f"--send-dtype {self.degrees.send_dtype}: expected at least 2 ranks, which send"
+                " each other gradients, got 1; give more --ranks, or leave --send-dtype out"
+            )
         if self.degrees.placements is not None:
             check_axes(self.degrees.placements, 1)
 
@@ -56,6 +63,7 @@ class FullyShardedBuffers(System):
             shard_placement_fn=granularity,
             placements=self.degrees.placements,
             offload_policy=self.degrees.offload_policy,
+            send_dtype=self.degrees.dtype_sent,
         )
         for layer in shape.layers_of(model):
             shard(layer)

@@ -36,6 +36,7 @@ class PlanSystem(System):
     accepts_degrees = True
     accepts_placements = True
     accepts_offload = True
+    accepts_send_dtype = True
     accepts_deferred_init = True
     supports_documents = True
     shards_batches = True
@@ -109,8 +110,10 @@ class PlanSystem(System):
         add_layer_policies(plan, self.layer_policies, shape, len(shape.layers_of(model)))
         mode: Literal["static", "eager"] = "static" if self.degrees.static else "eager"
         try:
-            return parallelize(model, plan, mode=mode)
+            return parallelize(model, plan, mode=mode, overlap=self.degrees.overlap)
         except ValueError as error:
+            if str(error).startswith("overlap="):
+                raise UsageError(f"--{error}") from error
             precision = self.layer_policies.precision
             if precision != "none" and "precision(" in str(error):
                 raise UsageError(f"--precision {precision}: {error}") from error

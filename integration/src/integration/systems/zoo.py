@@ -121,7 +121,7 @@ def with_noise_loss(plan: Plan, *dp: str) -> Plan:
 
 
 def _policies(degrees: Degrees, gathered: torch.dtype | None) -> dict[str, Any]:
-    """Returns the policies of fully_shard: what is gathered, when, and what is on the host."""
+    """Returns the policies of fully_shard: what is gathered, sent, when, and on the host."""
     found: dict[str, Any] = {"placements": degrees.placements}
     if gathered is not None:  # autocast around the model casts inputs
         found["mp_policy"] = MixedPrecisionPolicy(
@@ -129,6 +129,8 @@ def _policies(degrees: Degrees, gathered: torch.dtype | None) -> dict[str, Any]:
         )
     if degrees.offload:
         found["offload_policy"] = degrees.offload_policy
+    if degrees.send_dtype is not None:
+        found["send_dtype"] = degrees.dtype_sent
     return found
 
 

@@ -16,7 +16,7 @@ from integration.data import BYTES
 from integration.device import DeviceOption
 from integration.errors import UsageError
 from integration.models import RouterOptions
-from integration.systems import REST, Degrees, Placements, get_system
+from integration.systems import REST, Degrees, Placements, SendDtype, get_system
 from integration.systems.base import Backend, Precision, Recompute
 
 AUTO_RESUME = "auto"
@@ -95,6 +95,12 @@ class TrainConfig:
     offload: bool = False
     """fsdp, fsdp2, and plan with --dp-shard: keep sharded parameters, gradients and optimizer state
     on the host; with an accelerator."""
+    send_dtype: SendDtype | None = None
+    """fsdp, and plan with --dp-shard: dtype in which ranks send the terms of gradients, which are
+    added in fp32: bfloat16, or float8 (e4m3, with a scale for 128 numbers); by default fp32."""
+    overlap: Literal["tp"] | None = None
+    """plan: tp sends activations of --tp while linear layers multiply others (asynchronous tensor
+    parallelism), best with --sp."""
     static: bool = False
     """plan: run operators on local tensors, by plan-api's static mode."""
     pp_degree: Positive = 1

@@ -16,7 +16,7 @@ import torch
 from integration.data import BatchPlan, Modality, vocabulary_of
 from integration.device import Device, local_ranks, select_device
 from integration.errors import UsageError
-from integration.models import ModelShape, load_function, model_shape
+from integration.models import DiTShape, ModelShape, load_function, model_shape
 from integration.systems import SYSTEM_NAMES, Degrees, System, get_system
 from integration.systems.base import LayerPolicies
 from integration.systems.divisors import alternatives
@@ -245,6 +245,27 @@ RULES: tuple[OptionRule, ...] = (
         "pp_degree",
         lambda config: config.pp_degree == 1,
         "--pp-degree 1, as the plans of stages have no recipes",
+        "leave either out",
+    ),
+    OptionRule(
+        "overlap",
+        "pp_degree",
+        lambda config: config.pp_degree == 1,
+        "--pp-degree 1, as the plans of stages wait for communication at once",
+        "leave either out",
+    ),
+    OptionRule(
+        "overlap",
+        "compile",
+        lambda config: config.compile == "none",
+        "--compile none, as a graph has no sends and receives",
+        "leave either out",
+    ),
+    OptionRule(
+        "overlap",
+        "precision",
+        lambda config: config.precision == "none",
+        "--precision none, as products in low precision are not split",
         "leave either out",
     ),
     OptionRule(
@@ -567,6 +588,7 @@ def _require_plain(config: TrainConfig) -> None:
 def _check_samples(config: TrainConfig, system: System, shape: ModelShape) -> None:
     """Refuses lengths and numbers of samples that the ranks cannot share."""
     _check_length(config, system, shape)
+    _check_length_of_overlap(config, shape)
     if shape.modality is Modality.TEXT and config.dropout > 0 and system.name.startswith("plan"):
         _check_samples_of_attention(config, system.degrees)
 
@@ -590,6 +612,24 @@ def _check_length(config: TrainConfig, system: System, shape: ModelShape) -> Non
             f"system {system.name!r}: expected --sequence-length to be a multiple of --tp"
             f" {config.tp}, which shards sequences evenly, got {length}; --sequence-length"
             f" {_multiples_around(length, config.tp)} would fit"
+        )
+
+
+def _check_length_of_overlap(config: TrainConfig, shape: ModelShape) -> None:
+    """Refuses sequences that ranks shard unevenly, which are sent without a product beside them."""
+    if config.overlap is None or not config.sp:
+        return
+    ranks = config.cp * config.tp
+    name, length = "--sequence-length", config.sequence_length
+    remedy = f"{name} {_multiples_around(length, ranks)} would fit"
+    if isinstance(shape, DiTShape):
+        name, length = "the model's number of patches", shape.patches
+        remedy = "leave --overlap out, or give another --tp"
+    if length % ranks:
+        raise UsageError(
+            f"--overlap {config.overlap}: expected {name} to be a multiple of {ranks}, --cp x --tp,"
+            " as sequences that are sharded unevenly are sent without a product beside them, got"
+            f" {length}; {remedy}"
         )
 
 

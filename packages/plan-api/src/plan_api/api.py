@@ -81,7 +81,8 @@ def parallelize(
             front of Linears that are sharded on their output features, reductions behind those that
             are sharded on their input features, and the same in backward. `explain` lists the
             sites. Only rows are split, and sums over ranks keep gloo's order, so on a CPU results
-            have the bits of the unsplit order. None: communication is waited for at once.
+            have the bits of the unsplit order. ``guard_steps`` then compares collectives along the
+            other axes only. None: communication is waited for at once.
         example_inputs: of one step, as a tuple of arguments or a dict of keyword arguments, the
             same on all ranks, as `plan_communication` takes them: the redistributions that it adds
             to the plan are installed as well, and are in ``installed(model).plan``, which

@@ -156,6 +156,14 @@ PARALLELISM: tuple[Choice, ...] = (
         sp=True,
     ),
     _plan(
+        "--tp 2 --sp --overlap tp",
+        "transfers beside the products of linear layers",
+        lambda seen: seen.overlapped > 0,
+        tp=2,
+        sp=True,
+        overlap="tp",
+    ),
+    _plan(
         "--tp 2 --loss-parallel",
         "the output layer leaves half of the vocabulary's logits on each rank",
         lambda seen: _head(seen)[1] in (_VOCABULARY // 2, _TOKENS // 2),
@@ -225,6 +233,11 @@ def _computes_in(dtype: torch.dtype) -> Callable[..., bool]:
         return found == {dtype} and scaled == {dtype == torch.float16} and in_fp32
 
     return proof
+
+
+def _sends(dtype: str) -> Callable[..., bool]:
+    """Returns the proof that gradients are sent in a dtype, by an all-to-all of each bucket."""
+    return _each(lambda seen: ("all_to_all", dtype) in seen.sent)
 
 
 def _recomputes(share: float) -> Callable[..., bool]:
@@ -297,6 +310,24 @@ POLICIES: tuple[Choice, ...] = (
         "the output layer computes in float16, with a loss scale; AdamW's moments are float32",
         _computes_in(torch.float16),
         {"dtype": "fp16"},
+    ),
+    Choice(
+        "--precision float8-rowwise",
+        "matrix products have operands in float8",
+        _each(lambda seen: seen.quantized > 0 or "aten::_scaled_mm" in seen.operators),
+        {"precision": "float8-rowwise"},
+    ),
+    *(
+        Choice(
+            f"--send-dtype {name}",
+            f"all-to-alls of {evidence}",
+            _sends(dtype),
+            {"send_dtype": name},
+        )
+        for name, evidence, dtype in (
+            ("bfloat16", "bfloat16", "bfloat16"),
+            ("float8", "bytes", "uint8"),
+        )
     ),
     Choice(
         "--activation-checkpointing full",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 # of the first step, and so that the two recorders do not observe each other.
 STEPS = 3
 _COUNTED, _PROFILED = 2, 3
+# What is called for communication beside products, and for products in low precision.
+_TRANSFER = "plan_api.ops.overlap.transfer.Transfer.wait"
+_LOW_PRECISION = "plan_api.ops.low_precision.linear.multiply"
 # The operator of attention's backward, once per layer: the fused one, or softmax with dropout.
 _ATTENTION_BACKWARD = (
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -56,6 +60,10 @@ class TrainingObservation:
         knows_documents: whether the decoder runs with positions that restart with documents, or
             with a mask of them.
         collectives: bytes of one step by kind.
+        sent: the kinds of collectives of that step, each with a dtype that it sends.
+        overlapped: transfers of one step beside products of linear layers.
+        quantized: matrix products of one step with operands in low precision; 0 if layers are
+            compiled.
         operators: calls of operators in one step, by name; empty unless layers are compiled or the
             run profiles itself.
         activations: calls of activation functions in the forward of one step; 0 if layers are
@@ -86,6 +94,9 @@ class TrainingObservation:
     head_calls: int
     knows_documents: bool
     collectives: dict[str, int]
+    sent: frozenset[tuple[str, str]]
+    overlapped: int
+    quantized: int
     operators: dict[str, int]
     activations: int
     activations_again: int
@@ -214,6 +225,11 @@ def observe(config: TrainConfig, world: World) -> TrainingObservation:
         built_on=tuple(sorted(built_on)),
         is_fsdp=isinstance(trainer.model, FSDPModule),
         collectives={each.kind: each.bytes for each in trainer._collectives.counts or ()},
+        sent=frozenset(
+            (call.op, call.dtype) for log in trainer._collectives._logs for call in log.calls
+        ),
+        overlapped=recorder.calls[_TRANSFER],
+        quantized=recorder.calls[_LOW_PRECISION],
         operators=recorder.operators_of_run(world.rank),
         token_exchanges=recorder.token_exchanges,
         dropped=recorder.dropped,
@@ -306,6 +322,7 @@ class _StepRecorder:
         self._operators = Counter[str]()
         self._masks, self.modules = DropoutMasks(), _ModuleHooks()
         self._of_attention, self._exchanges = _AttentionFactors(), _TokenExchanges()
+        self.calls = Counter[str]()
 
     def backward(self, step: int, backward: Callable[[], Tensor]) -> Tensor:
         """Calls ``backward`` after ``step`` completed steps."""
@@ -313,8 +330,8 @@ class _StepRecorder:
         if step == 0 and self._config.dropout and not compiled:
             with self._masks, self._of_attention.counted():
                 return backward()
-        if step + 1 == _COUNTED and self._config.ep > 1:
-            with self._exchanges.counted():
+        if step + 1 == _COUNTED and not compiled:
+            with self._counted_calls():
                 return backward()
         # Operators are evidence for compiled layers only; a run that profiles itself has a trace.
         if step + 1 != _PROFILED or not compiled or self._config.profile_steps:
@@ -323,6 +340,24 @@ class _StepRecorder:
             loss = backward()
         self._operators.update(event.name for event in profile.events())
         return loss
+
+    @contextmanager
+    def _counted_calls(self) -> Iterator[None]:
+        """Counts the calls of what options add to a step within the block."""
+        names = [_TRANSFER] * (self._config.overlap is not None)
+        names += [_LOW_PRECISION] * (self._config.precision != "none")
+        with ExitStack() as stack:
+            for name in names:
+                function = pkgutil.resolve_name(name)
+
+                def called(*args: Any, _name: str = name, _function: Any = function) -> Any:
+                    self.calls[_name] += 1
+                    return _function(*args)
+
+                stack.enter_context(mock.patch(name, called))
+            if self._config.ep > 1:
+                stack.enter_context(self._exchanges.counted())
+            yield
 
     @property
     def token_exchanges(self) -> int:

@@ -115,6 +115,7 @@ def compare_modes(
     is_replicated: Callable[[str], bool] = lambda _: False,
     *,
     has_local_regions: bool = False,
+    ignored_axis: str | None = None,
 ) -> list[Difference]:
     """Runs both models forward and backward, from one state of the random number generators.
 
@@ -135,6 +136,7 @@ def compare_modes(
             whose outputs are not compared then.
         has_local_regions: whether modules run on local tensors in Eager, too. Of the gradient of a
             tensor that such a module and others use, Eager has the others' part.
+        ignored_axis: the axis along which collectives are not compared; None: there is none.
 
     Returns:
         the differences on this rank, in the order in which they arose, those of collectives last;
@@ -176,7 +178,8 @@ def compare_modes(
         is_wrong = not has_local_regions or any(one.is_wrong for one in of_params)
         differences += [one for one in of_calls if is_wrong or one.only_rounding]
     sent = compare_collectives(expected.trace.collectives, actual.trace.collectives)
-    return [*differences, *of_params, *map(_of_collectives, sent)]
+    of_collectives = [_of_collectives(one) for one in sent if one.axis != ignored_axis]
+    return [*differences, *of_params, *of_collectives]
 
 
 @contextmanager

@@ -44,8 +44,8 @@ class Guard:
         fully_sharded: the parameters that fully_shard gathers.
         call_coverage: the sites that a call passes.
         steps: how many of the next calls with gradients are compared before they run.
-        communicates_as_eager: whether static mode should have the collectives of Eager; otherwise
-            they are not compared, as where communication is split to overlap with products.
+        overlap: the axis along which communication is split to overlap with products, so that
+            collectives along it are not compared; None: all are.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class Guard:
         call_coverage: CallCoverage,
         steps: int,
         *,
-        communicates_as_eager: bool = True,
+        overlap: str | None = None,
     ) -> None:
         self._lowered, self._mesh = lowered, mesh
         self._local_params, self._gradients = local_params, gradients
         self._fully_sharded = fully_sharded
         self._call_coverage, self._remaining_steps, self._checking = call_coverage, steps, False
         self._units = ReplicatedUnits(lowered.uneven_units)
-        self._communicates_as_eager = communicates_as_eager
+        self._overlap = overlap
         self._model = weakref.ref(model)
         self.handles: tuple[RemovableHandle, ...] = (
             model.register_forward_pre_hook(self._before_call, with_kwargs=True, prepend=True),
@@ -164,6 +164,7 @@ class Guard:
             differences = compare_modes(
                 shadow, model, local_params, self._mesh, args, kwargs, self._units.is_replicated,
                 has_local_regions=any(op.kind is OpKind.LOCAL for op in self._lowered.ops),
+                ignored_axis=self._overlap,
             )  # fmt: skip
         finally:
             for handle in handles:
@@ -171,9 +172,7 @@ class Guard:
         if self._units.exist:
             # Eager replicates what static mode shards: it sends less, and sums in another order.
             return [one for one in differences if one.is_wrong]
-        if self._communicates_as_eager:
-            return differences
-        return [one for one in differences if not one.only_collectives]
+        return differences
 
     def _before_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._remaining_steps or not torch.is_grad_enabled():

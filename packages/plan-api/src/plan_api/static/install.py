@@ -132,7 +132,7 @@ def install_static(
     step_on_local_params(local_params)
     guard = Guard(
         model, lowered, mesh, local_params, gradients, fully_sharded, call_coverage,
-        options.guard_steps, communicates_as_eager=not overlaps,
+        options.guard_steps, overlap=options.overlap,
     )  # fmt: skip
     # Prepended after the guard's hook, so that it runs before it.
     begin = _begin_call(local_params, unsharded, gradients, call_coverage, sizes)
