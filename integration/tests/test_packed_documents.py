@@ -156,7 +156,7 @@ OF_TWO = {
     "gemma3-tiny": [FSDP, SP | STATIC, CP, CP | STATIC],
     "mixtral-tiny": [FSDP | {"ep": 2}, SP | {"ep": 2}, CP | {"ep": 2} | STATIC, CP],
     "qwen3-moe-tiny": [FSDP | {"ep": 2} | STATIC, CP | {"ep": 2}],
-    "gpt-oss-tiny": [FSDP, FSDP | {"ep": 2} | STATIC, CP, CP | {"ep": 2} | STATIC],
+    "gpt-oss-tiny": [FSDP, SP, SP | STATIC, FSDP | {"ep": 2} | STATIC, CP, CP | {"ep": 2} | STATIC],
     "deepseek-v3-tiny": [FSDP, SP | STATIC, CP, CP | STATIC],
 }
 OF_FOUR = {
@@ -169,6 +169,7 @@ OF_FOUR = {
         FSDP | CP | {"ep": 4}, FSDP | CP | {"ep": 2} | STATIC, CP | SP | {"ep": 2},
         {"dp_shard": 4, "ep": 2} | STATIC,
     ],
+    "gpt-oss-tiny": [CP | SP, CP | SP | STATIC],
 }  # fmt: skip
 
 
