@@ -156,7 +156,7 @@ OF_TWO = {
     "gemma3-tiny": [FSDP, SP | STATIC, CP, CP | STATIC],
     "mixtral-tiny": [FSDP | {"ep": 2}, SP | {"ep": 2}, CP | {"ep": 2} | STATIC, CP],
     "qwen3-moe-tiny": [FSDP | {"ep": 2} | STATIC, CP | {"ep": 2}],
-    "gpt-oss-tiny": [FSDP, FSDP | {"ep": 2} | STATIC, CP, CP | {"ep": 2} | STATIC],
+    "gpt-oss-tiny": [FSDP, SP, SP | STATIC, FSDP | {"ep": 2} | STATIC, CP, CP | {"ep": 2} | STATIC],
     "deepseek-v3-tiny": [FSDP, SP | STATIC, CP, CP | STATIC],
 }
 OF_FOUR = {
@@ -169,6 +169,7 @@ OF_FOUR = {
         FSDP | CP | {"ep": 4}, FSDP | CP | {"ep": 2} | STATIC, CP | SP | {"ep": 2},
         {"dp_shard": 4, "ep": 2} | STATIC,
     ],
+    "gpt-oss-tiny": [CP | SP, CP | SP | STATIC],
 }  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def check(ranks, model, products, steps, train_runs, folder, out, **common):
     for run in runs:
         data = run.get("dp_shard", 1) * run.get("dp_replicate", 1)
         run["micro_batch"] = 4 // (data if run["system"] == "plan" else 2)
-        if run["system"] not in ("plan", "fsdp2"):
+        if run["system"] != "plan":  # whose draws on shards are one device's
             run["init"] = "whole"
     expected, crossing = train_runs(
         1,
@@ -190,7 +191,10 @@ def check(ranks, model, products, steps, train_runs, folder, out, **common):
         steps=steps,
     )
     assert max(abs(a - b) for a, b in zip(expected, crossing, strict=True)) > 100 * tolerance
-    found = train_runs(ranks, runs, out=out / "all", steps=steps)
+    found = []
+    for first in range(0, len(runs), 4):  # a call of some has minutes
+        some = runs[first : first + 4]
+        found += train_runs(ranks, some, out=out / "all", steps=steps)
     for run, losses in zip(products, found, strict=True):
         assert losses == pytest.approx(expected, rel=0, abs=tolerance), run
 

@@ -141,11 +141,6 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             "--cp 2: expected --tp 1 for a dit, .* got --tp 2; leave either out",
         ),
         (
-            {"system": "plan", "cp": 2, "tp": 2, "model": "gpt-oss-tiny"},
-            4,
-            "--cp 2: expected --tp 1 for a gpt_oss, .* got --tp 2; leave either out",
-        ),
-        (
             {"system": "plan", "cp": 3, "model": "dit-tiny"},
             3,
             "--cp 3: expected a divisor of patches = 16, got 3; --cp 1 would fit",

@@ -58,9 +58,8 @@ OF_EXPERTS = {
     },
     8: {"FSDP x EP x TP": {"dp_shard": 4, "ep": 2, "tp": 2}},
 }  # fmt: skip
-# Products that shard sequences; some models have none beside TP.
+# Products that shard sequences; a DiT has none beside TP.
 SHARDING_SEQUENCES = (*MODELS, "llama-tiny", "mixtral-tiny", "dit-tiny")
-WITHOUT_TP = ("gpt-oss-tiny", "dit-tiny")
 OF_CONTEXT = {
     2: {
         "CP": {"cp": 2},
@@ -113,7 +112,7 @@ def _products_of_context(model, ranks):
     found = OF_CONTEXT[ranks]
     if isinstance(model_shape(model), ExpertsShape):
         found = found | OF_CONTEXT_AND_EXPERTS[ranks]
-    if model not in WITHOUT_TP:
+    if model != "dit-tiny":
         return found
     return {name: options for name, options in found.items() if "tp" not in options}
 

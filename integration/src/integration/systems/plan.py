@@ -21,8 +21,6 @@ from integration.systems.divisors import alternatives, divisors, require_divisor
 
 # Families of models that the zoo has plans of.
 ZOO = ("llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "dit")
-# Those whose sequences a plan shards without tensor parallelism only.
-_CONTEXT_WITHOUT_TP = ("gpt_oss", "dit")
 
 
 class PlanSystem(System):
@@ -171,13 +169,12 @@ def _check_context(shape: ModelShape, degrees: Degrees) -> None:
     Raises:
         UsageError: names a degree and those that would fit.
     """
-    if shape.family in _CONTEXT_WITHOUT_TP and degrees.tp > 1:
-        raise UsageError(
-            f"--cp {degrees.cp}: expected --tp 1 for a {shape.family}, whose Linears have biases,"
-            f" for which DTensors gather its sharded sequences beside it, got --tp {degrees.tp};"
-            " leave either out"
-        )
     if isinstance(shape, DiTShape):
+        if degrees.tp > 1:
+            raise UsageError(
+                f"--cp {degrees.cp}: expected --tp 1 for a dit, whose sharded patches DTensors"
+                f" gather beside it, got --tp {degrees.tp}; leave either out"
+            )
         require_divisors(shape, ("patches",), "--cp", degrees.cp, degrees.fitting("cp"))
     if degrees.cp_method == "ulysses":
         field = "num_key_value_heads" if isinstance(shape, DecoderShape) else "num_heads"

@@ -82,6 +82,16 @@ OF_FOUR = {
     "gpt_oss, experts along dp and cp": Case(
         models.gpt_oss, zoo.gpt_oss, {"dp": "dp", "ep": ("dp", "cp")}, DATA
     ),
+    "gpt_oss beside tp": Case(models.gpt_oss, zoo.gpt_oss, {"tp": "tp"}, TENSOR),
+    "gpt_oss, all sharded": Case(
+        models.gpt_oss,
+        zoo.gpt_oss,
+        {"tp": "tp", "sp": True, "ep": ("cp", "tp"), "loss_parallel": True},
+        TENSOR,
+    ),
+    "gpt_oss, experts along cp and each along tp": Case(
+        models.gpt_oss, zoo.gpt_oss, {"tp": "tp", "ep": "cp", "cp_method": "all-gather"}, TENSOR
+    ),
     "deepseek_v3 beside tp": Case(
         DEEPSEEK, zoo.deepseek_v3, DENSE | {"tp": "tp", "sp": True}, TENSOR
     ),
@@ -136,12 +146,6 @@ def test_models_train_as_on_one_device():
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_products_train_as_on_one_device(ranks):
     compare(SLOW if ranks == 2 else OF_FOUR, ranks)
-
-
-@pytest.mark.parametrize("name", ["gpt_oss"])
-def test_biases_beside_tp_are_refused(mesh, name):
-    with pytest.raises(ValueError, match=rf"zoo\.{name}: expected cp='dp' without tp, got tp='tp'"):
-        getattr(zoo, name)(mesh, cp="dp")
 
 
 def test_experts_along_an_axis_that_shards_no_tokens_are_refused(mesh):

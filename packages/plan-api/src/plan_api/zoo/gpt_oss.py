@@ -12,7 +12,6 @@ from plan_api.zoo.llama import GROUPS, decoder
 from plan_api.zoo.requirements import (
     Axes,
     ContextParallel,
-    check_no_tp_beside_cp,
     check_options,
     expert_axes,
 )
@@ -45,16 +44,15 @@ def gpt_oss(
         sp: as in `llama`.
         ep: as in `mixtral`.
         ep_chunks: as in `mixtral`.
-        cp: as in `mixtral`, without ``tp``; the model needs `describe_masks`.
+        cp: as in `mixtral`; the model needs `describe_masks`.
         cp_method: as in `llama`.
         cp_order: as in `llama`.
         loss_parallel: as in `llama`.
 
     Raises:
-        ValueError: as `mixtral`; or ``cp`` with ``tp``.
+        ValueError: as `mixtral`.
     """
     check_options("gpt_oss", tp, sp=sp, loss_parallel=loss_parallel, dp=dp, cp=cp, mesh=mesh)
-    check_no_tp_beside_cp("gpt_oss", tp, cp)
     context = ContextParallel.of(cp, cp_method, cp_order)
     axes = expert_axes("gpt_oss", tp, dp, sp, ep, context)
     names = ExpertNames(router="router", index="router_indices", weights="routing_weights")
@@ -67,6 +65,8 @@ def gpt_oss(
         plan.shard(rf"{attention}\.(k|v)_proj\.bias", Shard(0), tp, unit="head_dim")
         plan.shard(rf"{attention}\.sinks", Shard(0), tp, unit=GROUPS[0])
         plan.redistribute(rf"{attention}\.o_proj\.bias", whole, part, tp)
+        if cp is not None:
+            plan.local(rf"{attention}\.o_proj", part, tp)  # DTensors would gather sequences
         if tp not in axes.sharded:
             # Columns of gates and of up projections alternate.
             plan.shard(rf"{names.experts}\.gate_up_proj", Shard(2), tp)

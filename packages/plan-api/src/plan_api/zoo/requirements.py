@@ -19,7 +19,6 @@ __all__ = [
     "ContextParallel",
     "ExpertAxes",
     "check_ep_chunks",
-    "check_no_tp_beside_cp",
     "check_options",
     "expert_axes",
     "names_of",
@@ -199,27 +198,6 @@ def check_options(
                 f"zoo.{name}: sp=True shards along {tp!r} what {cp!r} has sharded: the mesh has "
                 f"axes {axes}; make it with {cp!r} before {tp!r}"
             )
-
-
-def check_no_tp_beside_cp(name: str, tp: str | None, cp: str | None) -> None:
-    """Refuses both, for models whose Linears have biases.
-
-    torch computes these as a product of two dims, with an addend, and finds no strategy for rows of
-    sharded sequences, which alternate among ranks, but to gather them.
-
-    Args:
-        name: of the plan, for messages.
-        tp: as in the plans' options.
-        cp: as in the plans' options.
-
-    Raises:
-        ValueError: both are given.
-    """
-    if cp is not None and tp is not None:
-        raise ValueError(
-            f"zoo.{name}: expected cp={cp!r} without tp, got tp={tp!r}, beside which DTensors "
-            f"gather sharded sequences for Linears with a bias; pass tp=None"
-        )
 
 
 def shard_batch(
