@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -53,6 +53,10 @@ _STYLES: dict[str, _Style] = {
     "mla_kv_a_proj": lambda: {"<out>": Replicate()},
 }
 _LATENTS = "mla_kv_a_proj"
+_REFUSED = {
+    "moe_identity_expert": "the outputs of experts are summed over the ranks, each of which would "
+    "add those of experts that return their input; leave tp out",
+}
 _EXPERTS = "moe_tp_experts"
 _DISPATCHED = "ep_dispatch_experts"
 _BY_NUMBER = "grouped_gemm"  # of parameters of dispatched experts
@@ -135,16 +139,12 @@ def add_transformers_plans(plan: PlanEntries, model: nn.Module, axes: Transforme
         _add_fsdp_plan(plan, model, modules, axes, [*map(_pattern, experts)])
 
 
-def _experts(
-    model: nn.Module, modules: Mapping[str, nn.Module]
-) -> dict[str, dict[str, nn.Module]]:
+def _experts(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, dict[str, nn.Module]]:
     """Returns the modules with experts by the rules that name them, whatever the axes are."""
     plans: list[Mapping[str, str]] = [
         getattr(model, name, None) or {} for name in ("_tp_plan", "_ep_plan")
     ]
-    rules = sorted(
-        {rule for one in plans for rule in one if one[rule] in (_EXPERTS, _DISPATCHED)}
-    )
+    rules = sorted({rule for one in plans for rule in one if one[rule] in (_EXPERTS, _DISPATCHED)})
     found = {rule: _matching(rule, modules) for rule in rules}
     return {rule: matched for rule, matched in found.items() if matched}
 
@@ -199,7 +199,7 @@ def _add_tp_plan(
         unit = units.pop() if len(units) == 1 else None
         if style == _LATENTS:
             _place_keys(plan, pattern.rpartition(r"\.")[0], axes)
-        within = all(name.startswith(tuple(regions)) for name in matched) if regions else False
+        within = all(name.startswith(tuple(f"{one}." for one in regions)) for name in matched)
         for tensor, placement in _STYLES[style]().items():
             if tensor.startswith("<"):
                 if not within:  # the region's output is summed
@@ -246,9 +246,7 @@ def _unsharded(model: nn.Module, paths: Iterable[str], rules: Mapping[str, str])
     ]
 
 
-def _check_all_sharded(
-    model: nn.Module, experts: Iterable[str], rules: Mapping[str, str]
-) -> None:
+def _check_all_sharded(model: nn.Module, experts: Iterable[str], rules: Mapping[str, str]) -> None:
     if unsharded := _unsharded(model, experts, rules):
         raise ValueError(
             f"from_tp_plan: expected a rule of the _tp_plan that shards each parameter of experts, "
@@ -388,6 +386,11 @@ def _refuse(rule: str, style: str, model: nn.Module, known: Iterable[str]) -> No
     """Raises ValueError where a rule matches anything in the model."""
     named = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     found = [name for name in named if re.fullmatch(_pattern(rule), name)]
+    if found and style in _REFUSED:
+        raise ValueError(
+            f"from_tp_plan: {style!r} of {rule!r} ({found[0]}) of {type(model).__name__} is not "
+            f"supported: {_REFUSED[style]}"
+        )
     if found:
         raise ValueError(
             f"from_tp_plan: expected a style among {', '.join(known)}, got {style!r} for {rule!r} "
@@ -397,10 +400,23 @@ def _refuse(rule: str, style: str, model: nn.Module, known: Iterable[str]) -> No
 
 def _plain_inputs(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
     """Yields the arguments whose plain tensors meet DTensor parameters: inputs and masks."""
-    for name, module in modules.items():
-        arguments: Mapping[str, Any] = inspect.signature(module.forward).parameters
-        if not name:
-            yield from (("", argument) for argument in _MODEL_INPUTS if argument in arguments)
-        elif not any(argument in arguments for argument in _MODEL_INPUTS):
-            path = re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", re.escape(name))
-            yield from ((path, argument) for argument in _MADE_BY_MODEL if argument in arguments)
+    arguments = {
+        name: inspect.signature(module.forward).parameters for name, module in modules.items()
+    }
+    yield from (("", argument) for argument in _MODEL_INPUTS if argument in arguments[""])
+    alike: dict[str, list[str]] = {}
+    for name in filter(None, modules):
+        alike.setdefault(_of_any_layer(name), []).append(name)
+    for argument in _MADE_BY_MODEL:
+        for path, names in alike.items():
+            taking = [
+                name
+                for name in names
+                if argument in arguments[name] and not arguments[name].keys() & set(_MODEL_INPUTS)
+            ]
+            paths = [path] if taking == names else map(re.escape, taking)
+            yield from ((one, argument) for one in paths)
+
+
+def _of_any_layer(name: str) -> str:
+    return re.sub(r"(?<=\\.)\d+(?=\\.|$)", r"\\d+", re.escape(name))
