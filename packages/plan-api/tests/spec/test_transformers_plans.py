@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from plan_api import Plan, generate_static, installed, lower, parallelize, zoo
 from plan_api.spec.entry import EntryKind
@@ -133,6 +133,112 @@ def test_products_train_as_one_device(name, mode):
         assert allocated < whole or name == "dp, no tp"
 
 
+def train_by_sgd(model, steps=3):
+    """Returns the loss of each step, and its gradients by the names of parameters.
+
+    AdamW's steps do not depend on the scale of gradients, so its losses hide a factor.
+    """
+    torch.manual_seed(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trained = []
+    for _ in range(steps):
+        loss = models.token_loss(model)
+        loss.backward()
+        grads = {name: global_tensor(one.grad).clone() for name, one in model.named_parameters()}
+        trained.append((loss.item(), grads))
+        optimizer.step()
+        optimizer.zero_grad()
+    return trained
+
+
+def global_tensor(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_train_alike(found, expected):
+    for (loss, grads), (expected_loss, expected_grads) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, abs=1e-5, rel=0)
+        assert grads.keys() == expected_grads.keys()
+        for name, grad in grads.items():
+            scale = expected_grads[name].abs().max().item()
+            torch.testing.assert_close(
+                grad, expected_grads[name], atol=1e-4 * scale + 1e-7, rtol=0,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )  # fmt: skip
+
+
+# Families, each with the axes and the changes to its config. Dropout draws one device's masks.
+DROPOUT = {"attention_dropout": 0.1}
+OF_TWO_RANKS = {
+    "tp": [
+        ("llama4", {}),
+        ("aria", {}),
+        ("granite_swa", DROPOUT),
+        ("deepseek_v2", DROPOUT),
+    ],
+    "dp": [("llama4", {}), ("deepseek_v2", {})],
+}
+FAMILIES = ["llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+FAMILIES += ["llama4", "aria", "granite_swa", "deepseek_v2"]
+
+
+def plan_along(model, mesh):
+    """Returns the plan of a model along those of the axes that the mesh has."""
+    axes = mesh.mesh_dim_names
+    plan = Plan.from_tp_plan(
+        model, mesh, "tp" if "tp" in axes else None, dp="dp" if "dp" in axes else None
+    )
+    return plan.shard("<out:loss>", [Replicate()] * len(axes))
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
+@pytest.mark.parametrize("axis", OF_TWO_RANKS)
+def test_gradients_are_those_of_one_device(axis):
+    """Of models with styles of their own: packed rows, latents, and sinks of attention."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+        trained = []
+        for family, changes in OF_TWO_RANKS[axis]:
+            model = models.nowhere_zero(getattr(models, family)(**changes))
+            parallelize(model, plan_along(model, mesh))
+            trained.append(train_by_sgd(model))
+        return trained
+
+    expected = [
+        train_by_sgd(models.nowhere_zero(getattr(models, family)(**changes)))
+        for family, changes in OF_TWO_RANKS[axis]
+    ]
+    for found in run_ranks(check, 2, timeout=240):
+        for one, other in zip(found, expected, strict=True):
+            assert_train_alike(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
+@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_dp_x_tp_are_those_of_one_device(family, mode):
+    def make():
+        return models.nowhere_zero(getattr(models, family)())
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = make()
+        plan = plan_along(model, mesh)
+        if mode == "static":
+            ids = torch.zeros(4, 8, dtype=torch.int64)
+            plan = generate_static(plan, make(), {"input_ids": ids, "labels": ids})
+        parallelize(model, plan, mode=mode)
+        return train_by_sgd(model)
+
+    expected = train_by_sgd(make())
+    for found in run_ranks(check, 4, timeout=300):
+        assert_train_alike(found, expected)
+
+
 def test_styles_become_placements(mesh):
     model = models.llama(attention_bias=True)
     model._tp_plan = {
@@ -206,8 +312,8 @@ def test_parameters_are_placed_as_by_the_zoo(name):
 @pytest.mark.parametrize(
     ("rule", "style"),
     [
-        ("model.layers.*.mlp", "moe_identity_expert"),
-        ("model.layers.*.mlp.up_proj.weight", "colwise"),
+        ("model.layers.*.mlp", "moe_identity"),
+        ("model.layers.*.mlp.up_proj.weight", "embedding_rowwise"),
     ],
 )
 def test_an_unknown_style_is_named_with_its_module(mesh, rule, style):
@@ -215,6 +321,42 @@ def test_an_unknown_style_is_named_with_its_module(mesh, rule, style):
     model._tp_plan = {rule: style}
     with pytest.raises(ValueError, match=rf"got '{style}' for '.*\(model\.layers\.0\.mlp"):
         Plan.from_tp_plan(model, mesh)
+
+
+def test_experts_that_return_their_input_are_refused(mesh):
+    model = models.mixtral()
+    model._tp_plan = {"model.layers.*.mlp.experts.act_fn": "moe_identity_expert"}
+    with pytest.raises(ValueError, match=r"each of which would add those of experts .*tp out"):
+        Plan.from_tp_plan(model, mesh)
+
+
+def test_parameters_of_experts_that_no_rule_shards_are_refused(mesh):
+    model = models.mixtral()
+    model._tp_plan = {
+        rule: style for rule, style in model._tp_plan.items() if "down_proj" not in rule
+    }
+    with pytest.raises(ValueError, match=r"none for model\.layers\.0\.mlp\.experts\.down_proj"):
+        Plan.from_tp_plan(model, mesh)
+
+
+def test_rules_for_parameters_become_placements(mesh):
+    model = models.granite_swa()
+    model._tp_plan |= {"model.layers.*.mlp.up_proj.weight": "rowwise"}
+    plan = Plan.from_tp_plan(model, mesh)
+    placed = {f"{op.path}.{op.tensor}": str(op.dst) for op in lower(plan, model).ops}
+    assert placed["model.layers.0.self_attn.sinks"] == "S(0)"
+    assert placed["model.layers.0.mlp.up_proj.weight"] == "S(1)"
+
+
+def test_masks_are_declared_where_a_layer_takes_them(mesh):
+    """Layers of one list may take different arguments."""
+    model = models.llama()
+    model.model.layers[1].self_attn = nn.Linear(4, 4)
+    model._tp_plan = {"model.layers.0.self_attn.q_proj": "colwise"}
+    plan = Plan.from_tp_plan(model, mesh)
+    sites = {op.path for op in lower(plan, model).ops if op.tensor == "<in>"}
+    assert sites >= {"model.layers.0.self_attn", "model.layers.0", "model.layers.1"}
+    assert "model.layers.1.self_attn" not in sites
 
 
 @pytest.mark.parametrize(

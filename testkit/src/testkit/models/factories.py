@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 __all__ = [
-    "VOCABULARY", "TwoLinears", "deepseek_v3", "gemma3", "gpt2", "gpt_oss", "llama", "mixtral",
-    "nowhere_zero", "qwen3", "qwen3_moe", "reinitialize", "vit",
+    "VOCABULARY", "TwoLinears", "aria", "deepseek_v2", "deepseek_v3", "gemma3", "gpt2", "gpt_oss",
+    "granite_swa", "llama", "llama4", "mixtral", "nowhere_zero", "qwen3", "qwen3_moe",
+    "reinitialize", "vit",
 ]  # fmt: skip
 
 VOCABULARY = 64
@@ -143,6 +144,62 @@ def deepseek_v3(**changes: Any) -> nn.Module:
     return _seeded(
         DeepseekV3ForCausalLM, DeepseekV3Config(**_DECODER | attention | experts | changes)
     )
+
+
+def deepseek_v2(**changes: Any) -> nn.Module:
+    """DeepSeek-V2 of transformers: sizes as `deepseek_v3`, without groups of experts.
+
+    Args:
+        changes: to its config.
+    """
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    options = {
+        "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+    }  # fmt: skip
+    return _seeded(DeepseekV2ForCausalLM, DeepseekV2Config(**_DECODER | options | changes))
+
+
+def llama4(**changes: Any) -> nn.Module:
+    """The text model of Llama 4 of transformers: an MLP, and 1 of 4 experts beside a shared one.
+
+    Args:
+        changes: to its config.
+    """
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    options = {
+        "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 4, "moe_layers": [1],
+        "max_position_embeddings": 64, "attention_chunk_size": 64,
+    }  # fmt: skip
+    return _seeded(Llama4ForCausalLM, Llama4TextConfig(**_DECODER | options | changes))
+
+
+def aria(**changes: Any) -> nn.Module:
+    """The text model of Aria of transformers: 2 of 4 experts beside shared ones in each layer.
+
+    Args:
+        changes: to its config.
+    """
+    from transformers import AriaTextConfig, AriaTextForCausalLM
+
+    experts = {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}
+    return _seeded(AriaTextForCausalLM, AriaTextConfig(**_DECODER | experts | changes))
+
+
+def granite_swa(**changes: Any) -> nn.Module:
+    """Granite with sinks of transformers: sizes as `llama`, a layer with a window of 4 tokens.
+
+    Args:
+        changes: to its config.
+    """
+    from transformers import GraniteSWAConfig, GraniteSWAForCausalLM
+
+    options = {"sliding_window": 4, "tie_word_embeddings": False}
+    return _seeded(GraniteSWAForCausalLM, GraniteSWAConfig(**_DECODER | options | changes))
 
 
 def gpt2(**changes: Any) -> nn.Module:

@@ -14,9 +14,9 @@ import inspect
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -49,16 +49,26 @@ _STYLES: dict[str, _Style] = {
     # A replicated DTensor is this by itself, and its gradient.
     "replicate": dict,
     "replicated_with_grad_allreduce": dict,
+    "local_params": dict,  # operators take DTensors: a rule for each parameter places it
+    "mla_kv_a_proj": lambda: {"<out>": Replicate()},
 }
-# Of experts, whose fused projections are parameters of (experts, out, in) in a module without
-# Linears: by the style that a rule for a parameter has.
+_LATENTS = "mla_kv_a_proj"
+_REFUSED = {
+    "moe_identity_expert": "the outputs of experts are summed over the ranks, each of which would "
+    "add those of experts that return their input; leave tp out",
+}
 _EXPERTS = "moe_tp_experts"
 _DISPATCHED = "ep_dispatch_experts"
 _BY_NUMBER = "grouped_gemm"  # of parameters of dispatched experts
-_EXPERT_PARAMS: dict[str, Callable[[], Placement]] = {
-    "packed_colwise": lambda: interleaved_shard(1, 2, "tp_plan"),
-    "colwise": lambda: Shard(1),
-    "rowwise": lambda: Shard(2),
+# Of a parameter that a rule names itself, by its number of dims: the last dim but one has columns,
+# and rows are in the last one. A fused projection of experts is (experts, out, in), or, with
+# packed_rowwise, (experts, in, out).
+_PARAM_STYLES: dict[str, Callable[[int], Placement]] = {
+    "colwise": lambda dims: Shard(max(dims - 2, 0)),
+    "rowwise": lambda dims: Shard(dims - 1),
+    "packed_colwise": lambda dims: interleaved_shard(max(dims - 2, 0), 2, "tp_plan"),
+    "packed_rowwise": lambda dims: interleaved_shard(dims - 1, 2, "tp_plan"),
+    "replicate": lambda _: Replicate(),
 }
 # Projections of attention to heads and from them, with the dim of the weight that heads are in.
 _HEADS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
@@ -105,25 +115,43 @@ def add_transformers_plans(plan: PlanEntries, model: nn.Module, axes: Transforme
         along = [*data, *([] if tp is None else [tp])]
         sharded = Replicate() if path else Shard(0)
         plan.shard(where, [sharded if axis in data else Replicate() for axis in along], along)
+    experts = _experts(model, modules)
+    mixtures = [
+        name.rpartition(".")[0]
+        for found in experts.values()
+        for name, module in found.items()
+        if not _takes_choices(module)
+    ]
     styles = {} if tp is None else _rules(model, "_tp_plan", "tensor parallelism", "tp")
-    if tp is not None:
-        _add_tp_plan(plan, model, modules, styles, tp)
-    by_number: Mapping[str, str] = getattr(model, "_ep_plan", None) or {}
+    _add_tp_plan(plan, model, modules, styles, mixtures, axes)
     if axes.ep is not None:
         by_number = _rules(model, "_ep_plan", "expert parallelism", "ep")
         _add_sharded_experts(plan, model, by_number, axes.ep)
-    of_experts = {
-        rule
-        for rule, style in (*styles.items(), *by_number.items())
-        if style in (_EXPERTS, _DISPATCHED)
-    }
-    experts = []
-    for rule in sorted(of_experts):
-        if matched := [*_matching(rule, modules).values()]:
-            experts.append(_pattern(rule))
-            _add_experts(plan, experts[-1], matched, axes, parts=styles.get(rule) == _EXPERTS)
+    if mixtures:
+        _add_mixtures(plan, model, mixtures, styles, axes)
+    for rule, found in experts.items():
+        if all(map(_takes_choices, found.values())):
+            parts = styles.get(rule) == _EXPERTS
+            if parts:
+                _check_all_sharded(model, found, styles)
+            _add_experts(plan, _pattern(rule), [*found.values()], axes, parts=parts)
     if axes.fsdp:
-        _add_fsdp_plan(plan, model, modules, axes, experts)
+        _add_fsdp_plan(plan, model, modules, axes, [*map(_pattern, experts)])
+
+
+def _experts(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, dict[str, nn.Module]]:
+    """Returns the modules with experts by the rules that name them, whatever the axes are."""
+    plans: list[Mapping[str, str]] = [
+        getattr(model, name, None) or {} for name in ("_tp_plan", "_ep_plan")
+    ]
+    rules = sorted({rule for one in plans for rule in one if one[rule] in (_EXPERTS, _DISPATCHED)})
+    found = {rule: _matching(rule, modules) for rule in rules}
+    return {rule: matched for rule, matched in found.items() if matched}
+
+
+def _takes_choices(experts: nn.Module) -> bool:
+    """Whether experts take tokens, choices and weights; others take weighted tokens of each."""
+    return len(inspect.signature(experts.forward).parameters) > 2
 
 
 def _rules(model: nn.Module, name: str, kind: str, option: str) -> Mapping[str, str]:
@@ -151,27 +179,106 @@ def _add_tp_plan(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
     rules: Mapping[str, str],
-    tp: str,
+    regions: Collection[str],
+    axes: TransformersAxes,
 ) -> None:
+    tp = axes.tp
+    if tp is None:
+        return
     for rule, style in rules.items():
         pattern, matched = _pattern(rule), _matching(rule, modules)
         if matched and style == _EXPERTS:
             continue  # experts are added for all axes at once
-        if style in _EXPERT_PARAMS and rules.get(rule.rpartition(".")[0]) == _EXPERTS:
-            if any(re.fullmatch(pattern, name) for name, _ in model.named_parameters()):
-                plan.shard(pattern, _EXPERT_PARAMS[style](), tp)
+        if not matched and style in _PARAM_STYLES:
+            _add_param_rule(plan, model, rule, style, tp)
             continue
         if style not in _STYLES or not matched:
             _refuse(rule, style, model, (*_STYLES, _EXPERTS))
             continue  # the rule is for a part that this model does not have
         units = {_unit_of_heads(name, modules) for name in matched}
         unit = units.pop() if len(units) == 1 else None
+        if style == _LATENTS:
+            _place_keys(plan, pattern.rpartition(r"\.")[0], axes)
+        within = all(name.startswith(tuple(f"{one}." for one in regions)) for name in matched)
         for tensor, placement in _STYLES[style]().items():
             if tensor.startswith("<"):
-                plan.shard(f"{pattern}.{tensor}", placement, tp)
+                if not within:  # the region's output is summed
+                    plan.shard(f"{pattern}.{tensor}", placement, tp)
             elif any(getattr(module, tensor, None) is not None for module in matched.values()):
                 of_heads = unit if type(placement) is Shard else None
                 plan.shard(rf"{pattern}\.{tensor}", placement, tp, unit=of_heads)
+
+
+def _add_param_rule(plan: PlanEntries, model: nn.Module, rule: str, style: str, tp: str) -> None:
+    """Shards the parameters that a rule names, such as the sinks of attention."""
+    params = {
+        name: param
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if re.fullmatch(_pattern(rule), name)
+    }
+    for dims in {param.ndim for param in params.values()}:
+        heads = rule.endswith(".sinks") and all(
+            hasattr(model.get_submodule(name.rpartition(".")[0]), _GROUPS) for name in params
+        )
+        placement = _PARAM_STYLES[style](dims)
+        plan.shard(_pattern(rule), placement, tp, unit=_GROUPS if heads else None)
+
+
+def _place_keys(plan: PlanEntries, attention: str, axes: TransformersAxes) -> None:
+    """Places the keys, which attention to latents writes into a tensor that it creates."""
+    along = [*axes.data, *([] if axes.tp is None else [axes.tp])]
+    heads = [Shard(0)] * len(axes.data) + [Shard(1)] * (len(along) - len(axes.data))
+    plan.factory(attention, heads, along, sizes="local")
+
+
+def _unsharded(model: nn.Module, paths: Iterable[str], rules: Mapping[str, str]) -> list[str]:
+    """Returns the parameters in modules that no rule shards."""
+    below = tuple(f"{path}." for path in paths)
+    sharding = [
+        re.compile(rf"{_pattern(rule)}(\.\w+)?")
+        for rule, style in rules.items()
+        if style in _PARAM_STYLES and style != "replicate"
+    ]
+    return [
+        name
+        for name, _ in model.named_parameters()
+        if name.startswith(below) and not any(rule.fullmatch(name) for rule in sharding)
+    ]
+
+
+def _check_all_sharded(model: nn.Module, experts: Iterable[str], rules: Mapping[str, str]) -> None:
+    if unsharded := _unsharded(model, experts, rules):
+        raise ValueError(
+            f"from_tp_plan: expected a rule of the _tp_plan that shards each parameter of experts, "
+            f"whose outputs are summed, got none for {unsharded[0]} of {type(model).__name__}, "
+            f"which each rank would add; write a plan for this model, or leave tp out"
+        )
+
+
+def _add_mixtures(
+    plan: PlanEntries,
+    model: nn.Module,
+    mixtures: Sequence[str],
+    rules: Mapping[str, str],
+    axes: TransformersAxes,
+) -> None:
+    """Runs mixtures on local tensors whose experts take all tokens, weighted for each of them.
+
+    A mixture repeats its tokens for each expert, so that those of the ranks of ``data`` alternate
+    there: experts by themselves would have to gather them, and would compute all of them on each
+    rank. The weights of tokens, and so their router, have the gradients of this rank's parts.
+    """
+    pattern = "|".join(map(re.escape, mixtures))
+    placements: dict[str, Placement] = dict.fromkeys(axes.data, Shard(0))
+    if axes.data:
+        plan.annotate(rf"({pattern})\..*\.grad", [Partial()] * len(axes.data), axes.data)
+    if axes.tp is not None:
+        placements[axes.tp] = Partial()
+        for name in _unsharded(model, mixtures, rules):
+            plan.annotate(rf"{re.escape(name)}\.grad", Partial(), axes.tp)
+        plan.redistribute(f"({pattern}).<out:0>", Partial(), Replicate(), axes.tp)
+    along = placements or dict.fromkeys(plan.axes, Replicate())
+    plan.local(f"({pattern})", [*along.values()], [*along])
 
 
 def _add_sharded_experts(
@@ -279,6 +386,11 @@ def _refuse(rule: str, style: str, model: nn.Module, known: Iterable[str]) -> No
     """Raises ValueError where a rule matches anything in the model."""
     named = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     found = [name for name in named if re.fullmatch(_pattern(rule), name)]
+    if found and style in _REFUSED:
+        raise ValueError(
+            f"from_tp_plan: {style!r} of {rule!r} ({found[0]}) of {type(model).__name__} is not "
+            f"supported: {_REFUSED[style]}"
+        )
     if found:
         raise ValueError(
             f"from_tp_plan: expected a style among {', '.join(known)}, got {style!r} for {rule!r} "
@@ -288,10 +400,23 @@ def _refuse(rule: str, style: str, model: nn.Module, known: Iterable[str]) -> No
 
 def _plain_inputs(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
     """Yields the arguments whose plain tensors meet DTensor parameters: inputs and masks."""
-    for name, module in modules.items():
-        arguments: Mapping[str, Any] = inspect.signature(module.forward).parameters
-        if not name:
-            yield from (("", argument) for argument in _MODEL_INPUTS if argument in arguments)
-        elif not any(argument in arguments for argument in _MODEL_INPUTS):
-            path = re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", re.escape(name))
-            yield from ((path, argument) for argument in _MADE_BY_MODEL if argument in arguments)
+    arguments = {
+        name: inspect.signature(module.forward).parameters for name, module in modules.items()
+    }
+    yield from (("", argument) for argument in _MODEL_INPUTS if argument in arguments[""])
+    alike: dict[str, list[str]] = {}
+    for name in filter(None, modules):
+        alike.setdefault(_of_any_layer(name), []).append(name)
+    for argument in _MADE_BY_MODEL:
+        for path, names in alike.items():
+            taking = [
+                name
+                for name in names
+                if argument in arguments[name] and not arguments[name].keys() & set(_MODEL_INPUTS)
+            ]
+            paths = [path] if taking == names else map(re.escape, taking)
+            yield from ((one, argument) for one in paths)
+
+
+def _of_any_layer(name: str) -> str:
+    return re.sub(r"(?<=\\.)\d+(?=\\.|$)", r"\\d+", re.escape(name))
