@@ -4,7 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
+from plan_api import AttentionMask
+from plan_api.context_parallel import AttentionCall, SequenceSharding
 from plan_api.context_parallel.kernels import TileOptions, select_kernel
+from plan_api.context_parallel.methods import ring_attention
 from plan_api.context_parallel.online_softmax import OnlineSoftmax
 from plan_api.context_parallel.tiles import AttentionTile
 
@@ -23,3 +26,23 @@ def test_queries_that_attend_to_nothing_in_a_tile_take_the_others():
     assert_close(out, F.scaled_dot_product_attention(query, key, value, mask))
     scores = (query @ key.mT * 8**-0.5).masked_fill(~mask, -torch.inf).logsumexp(-1)
     assert_close(lse, scores.masked_fill(scores == -torch.inf, 0.0))
+
+
+def test_long_and_short_documents_equal_one_device_in_float64():
+    """Causal tiles that are halved, divided into strips of other sizes, or neither."""
+    mask, length = AttentionMask.of_lengths([1030, 5, 128, 130]), 1293
+    inputs = [torch.randn(1, heads, length, 8, dtype=torch.float64) for heads in (3, 1, 1, 3)]
+    order = SequenceSharding("contiguous", 1).token_order(length)
+    call = AttentionCall(None, None, order, mask, None, "attention")
+    *actual, upstream = (one.clone().requires_grad_() for one in inputs)
+    *expected, _ = (one.clone().requires_grad_() for one in inputs)
+    out = ring_attention(*actual, call)
+    reference = F.scaled_dot_product_attention(*expected, mask.dense(length), enable_gqa=True)
+    out.backward(upstream.detach())
+    reference.backward(upstream.detach())
+    compared = [
+        (out, reference),
+        *((a.grad, b.grad) for a, b in zip(actual, expected, strict=True)),
+    ]
+    for one, other in compared:
+        assert_close(one, other, rtol=0, atol=1e-12)

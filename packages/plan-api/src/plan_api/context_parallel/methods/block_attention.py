@@ -140,7 +140,8 @@ class BlockBackward(_BlockAttention):
         )
         self.grad_query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
         self._grad_query, self._seen = (
-            self.grad_query.unflatten(1, self._groups), SeenQueries(query.shape[0], query.shape[2])
+            self.grad_query.unflatten(1, self._groups),
+            SeenQueries(query.shape[0], query.shape[2]),
         )
 
     def add(
