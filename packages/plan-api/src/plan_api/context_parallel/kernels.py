@@ -420,9 +420,8 @@ def _bias(options: TileOptions, query: torch.Tensor, groups: int = 1) -> torch.T
     """
     if options.mask is None:
         return None
-    bias = torch.zeros(options.mask.shape, dtype=query.dtype, device=query.device)
-    bias.masked_fill_(~options.mask, -torch.inf)
-    return bias.repeat_interleave(groups, dim=0)[None, None]
+    mask = options.mask.repeat_interleave(groups, dim=0) if groups > 1 else options.mask
+    return torch.where(mask, query.new_zeros(()), query.new_full((), -torch.inf))[None, None]
 
 
 @lru_cache(maxsize=8)
