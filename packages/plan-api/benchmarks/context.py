@@ -3,11 +3,14 @@
     .nox/dev/bin/python packages/plan-api/benchmarks/context.py --json bench-results/context.json
 
 A step is forward and backward of one causal attention, float32, on gloo ranks of one thread each.
-Rounds of all cases are interleaved; times are the medians over rounds of the slowest rank's. Masks
-are measured by the processor time of the ring's steps, in the order that balances their area. A
+Rounds of all cases are interleaved; times are the medians over rounds of the slowest rank's. A
 trace of the ring is written beside the JSON, in Chrome's format (chrome://tracing,
 ui.perfetto.dev), with one process per rank, whose threads are the host and the messages in flight.
 With --latency-ms each message arrives by as much later.
+
+Masks are measured by the processor time of the ring's steps, in the order that balances their area:
+the sum over all kernel calls, and all code between two of them, of the least time that each took in
+any round, which other load affects little. --masks-only measures nothing else.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import statistics
 import threading
 import time
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -25,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from plan_api import AttentionMask
 from plan_api.context_parallel import AttentionCall, SequenceSharding
 from plan_api.context_parallel.attention import IMPLEMENTATIONS
-from plan_api.context_parallel.kernels import select_kernel
+from plan_api.context_parallel.kernels import _CpuFlash, select_kernel
 from plan_api.context_parallel.methods import ring
 from plan_api.context_parallel.order import areas, balanced_order
 from plan_api.context_parallel.tiles import divide_causal
@@ -39,19 +43,25 @@ CAUSAL = AttentionMask(causal=True)
 
 def masks_of(tokens):
     """Returns masks by name: of equal and of mixed documents, and of windows."""
-    mixed, rest = [], tokens
-    while rest:
-        mixed.append(min(rest, (100, 700, 250, 1500, 40)[len(mixed) % 5]))
-        rest -= mixed[-1]
+    equal = (2048, 1024, 512, 256, 128)
+    mixed = documents_of((100, 700, 250, 1500, 40), tokens)
     return {
         "causal": CAUSAL,
-        "documents of 2048": AttentionMask.of_lengths([2048] * (tokens // 2048)),
-        "documents of 512": AttentionMask.of_lengths([512] * (tokens // 512)),
-        "documents of 128": AttentionMask.of_lengths([128] * (tokens // 128)),
-        "documents of 40 to 1500": AttentionMask.of_lengths(mixed),
+        **{f"documents of {length}": documents_of((length,), tokens) for length in equal},
+        "documents of 40 to 1500": mixed,
+        "documents of 40 to 512": documents_of((100, 300, 60, 150, 210, 512, 40), tokens),
         "window of 512": AttentionMask(causal=True, window=512),
-        "window of 512 in documents": AttentionMask.of_lengths(mixed) & AttentionMask(window=512),
+        "window of 512 in documents of 40 to 1500": mixed & AttentionMask(window=512),
     }
+
+
+def documents_of(lengths, tokens):
+    """Returns the mask of documents of these lengths in turns; the last is what remains."""
+    taken, rest = [], tokens
+    while rest:
+        taken.append(min(rest, lengths[len(taken) % len(lengths)]))
+        rest -= taken[-1]
+    return AttentionMask.of_lengths(taken)
 
 
 def main() -> None:
@@ -61,11 +71,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of the whole sequence")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--latency-ms", type=float, default=0.0, help="added to each message")
+    parser.add_argument("--masks-only", action="store_true", help="measure masks, and nothing else")
     options = parser.parse_args()
+    options.json.parent.mkdir(exist_ok=True, parents=True)
+    by_rank = run_ranks(measure_masks, options.ranks, options.tokens, options.rounds, timeout=1800)
+    rows = [mask_row(name, by_rank, options) for name in masks_of(options.tokens)]
+    if not options.masks_only:
+        rows = measure_methods(options) + rows
+    options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    for row in rows:
+        print(row)
+    print(f"written: {options.json}")
+
+
+def measure_methods(options):
+    """Returns the rows of methods and messages, and writes the trace."""
     arguments = options.tokens, options.rounds, 1e-3 * options.latency_ms
     ranks = run_ranks(measure_rank, options.ranks, *arguments, timeout=1800)
     rows = [timed_row(case, ranks, options) for case in CASES]
-    rows += [mask_row(name, ranks, options) for name in masks_of(options.tokens)]
     rows += [overlap_row(phase, ranks) for phase in ("forward", "backward")]
     origin = min(span.start for measured in ranks for span in measured.spans)
     events = [
@@ -73,13 +96,10 @@ def main() -> None:
         for rank, measured in enumerate(ranks)
         for event in chrome_events(measured.spans, rank, origin)
     ]
-    options.json.parent.mkdir(exist_ok=True, parents=True)
-    options.json.write_text(json.dumps(rows, indent=1) + "\n")
     trace = options.json.with_suffix(".trace.json")
     trace.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
-    for row in rows:
-        print(row)
-    print(f"written: {options.json}, {trace}")
+    print(f"written: {trace}")
+    return rows
 
 
 @dataclass(frozen=True)
@@ -124,13 +144,11 @@ class RankResult:
 
     Attributes:
         times: seconds of each round, by case, and of the kernels alone by order.
-        processor: seconds of the processor of each round, by mask.
         messages: of the ring, by phase.
         spans: of the ring's last round, forward and backward.
     """
 
     times: dict[tuple[str, str] | str, list[float]]
-    processor: dict[str, list[float]]
     messages: dict[str, MessageTimes]
     spans: list[Span]
 
@@ -141,15 +159,7 @@ def measure_rank(tokens, rounds, latency):
     steps = {case: step_of(case, mesh, tokens) for case in CASES}
     kernels = {order: kernels_of(order, mesh, tokens) for order in ("contiguous", "zigzag")}
     times = {name: [] for name in (*steps, *kernels)}
-    masked = {name: masked_step(mask, mesh, tokens) for name, mask in masks_of(tokens).items()}
-    processor = {name: [] for name in masked}
     for number in range(rounds + 1):
-        for name, step in masked.items():
-            dist.barrier()
-            start = time.process_time()
-            step()
-            if number:
-                processor[name].append(time.process_time() - start)
         for name, step in {**steps, **kernels}.items():
             dist.barrier()
             start = time.perf_counter()
@@ -170,7 +180,62 @@ def measure_rank(tokens, rounds, latency):
             backward_spans, [seconds_alone(mesh, tokens, 2 * ranks - 2) for _ in backward_spans]
         ),
     }
-    return RankResult(times, processor, messages, forward_spans[-1] + backward_spans[-1])
+    return RankResult(times, messages, forward_spans[-1] + backward_spans[-1])
+
+
+def measure_masks(tokens, rounds):
+    """Returns the processor times of this rank's steps, in seconds, by mask."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    steps = {name: masked_step(mask, mesh, tokens) for name, mask in masks_of(tokens).items()}
+    least = {}
+    for number in range(rounds + 1):
+        for name, step in steps.items():
+            dist.barrier()
+            found = processor_times(step)
+            if number:  # the first round warms up
+                least[name] = list(map(min, least.get(name, found), found))
+    return {name: ProcessorTime(sum(found), sum(found[1::2])) for name, found in least.items()}
+
+
+@dataclass(frozen=True)
+class ProcessorTime:
+    """Of a rank's step, in seconds.
+
+    Attributes:
+        all: of the step.
+        kernels: of torch's kernels in it.
+    """
+
+    all: float
+    kernels: float
+
+
+def processor_times(step):
+    """Returns the times before the first kernel call, of it, between it and the second, and so on.
+
+    It is the processor time of the process, in seconds.
+    """
+    marks, native = [], {name: getattr(_CpuFlash, name) for name in ("_forward", "_backward")}
+
+    def timed(function):
+        def call(*args):
+            marks.append(time.process_time())
+            result = function(*args)
+            marks.append(time.process_time())
+            return result
+
+        return call
+
+    try:
+        for name, function in native.items():
+            setattr(_CpuFlash, name, timed(function))
+        marks.append(time.process_time())
+        step()
+        marks.append(time.process_time())
+    finally:
+        for name, function in native.items():
+            setattr(_CpuFlash, name, function)
+    return [stop - start for start, stop in pairwise(marks)]
 
 
 def local_inputs(mesh, tokens):
@@ -210,10 +275,10 @@ def masked_step(mask, mesh, tokens):
     order = balanced_order(mask, tokens, mesh.size())
     call = AttentionCall(mesh, 0, order, mask, None, "attention")
     inputs = local_inputs(mesh, order.padded_length)
+    upstream = torch.randn_like(inputs[0])
 
     def step():
-        out = IMPLEMENTATIONS["ring"](*inputs, call)
-        out.backward(torch.ones_like(out))
+        torch.autograd.grad(IMPLEMENTATIONS["ring"](*inputs, call), inputs, upstream)
 
     return step
 
@@ -221,11 +286,12 @@ def masked_step(mask, mesh, tokens):
 def kernels_of(name, mesh, tokens):
     """Returns a function that runs only the kernels of this rank's forward of the ring."""
     query, key, value = local_inputs(mesh, tokens)
+    query = query.unflatten(1, (KV_HEADS, -1))
     kernel, tiles = select_kernel(query, None), tiles_of(name, mesh.size(), tokens)
     divided = [
         one
         for tile in tiles[mesh.get_local_rank()]
-        for one in divide_causal(tile, kernel.causal_queries)
+        for one in divide_causal(tile, kernel.causal_queries, kernel.causal_strip)
     ]
 
     def work():
@@ -338,25 +404,25 @@ def timed_row(case, ranks, options):
     return row
 
 
-def mask_row(name, ranks, options):
+def mask_row(name, times, options):
     """Compares a mask's processor time and area with causal attention's, and ranks' with means."""
-    masks, count = masks_of(options.tokens), len(ranks)
-    order = balanced_order(masks[name], options.tokens, count)
-    by_rank = areas(masks[name], order)
-    costs = {
-        one: [statistics.median(measured.processor[one]) for measured in ranks]
-        for one in ("causal", name)
-    }
+    mask, count = masks_of(options.tokens)[name], len(times)
+    by_rank = areas(mask, balanced_order(mask, options.tokens, count))
+    cost, kernels, causal = (
+        [getattr(rank[one], field) for rank in times]
+        for one, field in ((name, "all"), (name, "kernels"), ("causal", "all"))
+    )
     area = sum(by_rank) / CAUSAL.area(options.tokens)
-    cost = sum(costs[name]) / sum(costs["causal"])
     return {
         "case": f"ring, {name}",
-        "processor_ms": round(1e3 * sum(costs[name]), 1),
+        "processor_ms": round(1e3 * sum(cost), 1),
+        "ns_per_pair": round(1e9 * sum(cost) / sum(by_rank), 1),
         "area_of_causal": round(area, 3),
-        "cost_of_causal": round(cost, 3),
-        "cost_per_area": round(cost / area, 3),
+        "cost_of_causal": round(sum(cost) / sum(causal), 3),
+        "cost_per_area": round(sum(cost) / sum(causal) / area, 3),
+        "kernels_per_area": round(sum(kernels) / sum(causal) / area, 3),
         "busiest_area_over_mean": round(max(by_rank) * count / sum(by_rank), 3),
-        "busiest_time_over_mean": round(max(costs[name]) * count / sum(costs[name]), 3),
+        "busiest_time_over_mean": round(max(cost) * count / sum(cost), 3),
     }
 
 

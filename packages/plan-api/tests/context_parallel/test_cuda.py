@@ -46,10 +46,13 @@ def test_tiles_add_up_to_attention(dtype, mask):
     whole = [one.double().requires_grad_() for one in (query, key, value)]
     expected = F.scaled_dot_product_attention(*whole, mask.dense(LENGTH).cuda(), enable_gqa=True)
     expected.backward(upstream.double())
-    order, kernel = SequenceSharding("zigzag", 2).token_order(LENGTH), select_kernel(query, None)
+    order = SequenceSharding("zigzag", 2).token_order(LENGTH)
+    grouped, upstream = (one.unflatten(1, (key.shape[1], -1)) for one in (query, upstream))
+    kernel = select_kernel(grouped, None)
     grad_key, grad_value = torch.zeros_like(key).float(), torch.zeros_like(value).float()
     for rank, own in enumerate(order.positions(query.device).chunk(2)):
-        queries, merged = query[:, :, own], OnlineSoftmax(query[:, :, own], value.shape[-1])
+        queries = grouped[:, :, :, own]
+        merged = OnlineSoftmax(queries, value.shape[-1])
         block = block_tiles(mask, order.parts[rank], ((0, LENGTH),), LENGTH, LENGTH)
         options = [
             TileOptions(
@@ -62,15 +65,15 @@ def test_tiles_add_up_to_attention(dtype, mask):
             part = kernel.forward(queries, key, value, tile, options[number])
             merged.add(tile, part.out, part.lse)
         out, lse = merged.result()
-        close(out, expected[:, :, own], dtype)
+        close(out.flatten(1, 2), expected[:, :, own], dtype)
         grad_query = torch.zeros_like(queries).float()
         for number, tile in enumerate(block.tiles):
-            grad, output = upstream[:, :, own], AttentionOutput(out, lse)
+            grad, output = upstream[:, :, :, own], AttentionOutput(out, lse)
             found = kernel.backward(grad, queries, key, value, output, tile, options[number])
-            grad_query[:, :, tile.queries] += found.query
+            grad_query[:, :, :, tile.queries] += found.query
             grad_key[:, :, tile.keys] += found.key
             grad_value[:, :, tile.keys] += found.value
-        close(grad_query, whole[0].grad[:, :, own], dtype)
+        close(grad_query.flatten(1, 2), whole[0].grad[:, :, own], dtype)
     close(grad_key, whole[1].grad, dtype)
     close(grad_value, whole[2].grad, dtype)
 

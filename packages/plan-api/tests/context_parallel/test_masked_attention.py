@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from plan_api import AttentionMask
-from plan_api.context_parallel import AttentionCall, SequenceSharding, tiles
+from plan_api.context_parallel import AttentionCall, SequenceSharding, kernels, tiles
 from plan_api.context_parallel.attention import IMPLEMENTATIONS
 from plan_api.context_parallel.dropout import AttentionDropout
 from testkit import CommLog, run_ranks
@@ -121,8 +121,9 @@ def differences(case, mesh, order=None, **axes):
     return [*found, *padding], torch.equal(torch.get_rng_state(), after)
 
 
-def check_cases(drawn, call_pairs):
+def check_cases(drawn, call_pairs, causal_sizes):
     tiles._CALL_PAIRS = call_pairs
+    kernels._CpuFlash.causal_queries, kernels._CpuFlash.causal_strip = causal_sizes
     tiles.block_tiles.cache_clear()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return [differences(case, mesh) for case in drawn]
@@ -137,9 +138,13 @@ def test_drawn_attention_equals_one_device(ranks, masks):
         max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), database=None,
         phases=[Phase.generate],
     )  # fmt: skip
-    @given(st.lists(cases(masks), min_size=20, max_size=30), st.sampled_from([0, 20]))
-    def check(drawn, call_pairs):
-        for found in run_ranks(check_cases, ranks, drawn, call_pairs):
+    @given(
+        st.lists(cases(masks), min_size=20, max_size=30),
+        st.sampled_from([0, 20]),
+        st.sampled_from([(1024, 128), (7, 3)]),
+    )
+    def check(drawn, call_pairs, causal_sizes):
+        for found in run_ranks(check_cases, ranks, drawn, call_pairs, causal_sizes):
             for case, (largest, same_state) in zip(drawn, found, strict=True):
                 assert all(one < 1e-12 for one in largest), (case, largest)  # no nan either
                 assert same_state, case

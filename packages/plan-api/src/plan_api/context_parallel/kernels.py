@@ -1,5 +1,9 @@
 """Calls torch's fused attention kernels tile by tile.
 
+Queries are (batch, key-value heads, query heads of each, queries, features): a group of query heads
+has one key-value head. On a CPU the queries of a group are rows of one product with its keys, which
+are neither repeated nor read again; other kernels get the heads of keys repeated.
+
 The kernels return the log-sum-exp of the scores beside the output. Backward of a tile is the
 kernel's own, with the output and the log-sum-exp over all keys: they give the probabilities over
 all keys, so the gradients of tiles add up.
@@ -9,10 +13,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 
+from plan_api._compat import on_host
 from plan_api.context_parallel.online_softmax import accumulation_dtype
 from plan_api.context_parallel.tiles import AttentionTile
 
@@ -29,7 +35,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class AttentionOutput:
-    """Attention over some keys: the output, and the log-sum-exp of (batch, heads, queries)."""
+    """Attention over some keys: the output, of the queries' dims, and the log-sum-exp of each."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -49,7 +55,7 @@ class TileOptions:
     """What a kernel computes beside products.
 
     Attributes:
-        causal: each query attends to the keys up to its own place.
+        causal: the last query attends to all keys, and each other to one fewer than the next.
         mask: bool of (queries, keys), true where attended; None: all are.
         factors: of the weights, (batch, heads, queries, keys), by dropout; None: there is none.
     """
@@ -60,22 +66,29 @@ class TileOptions:
 
 
 class AttentionKernel(ABC):
-    """Attention of a tile; all tensors are (batch, heads, sequence, features).
+    """Attention of a tile.
 
-    Values may have other features than keys.
+    Keys and values are (batch, key-value heads, keys, features). Values may have other features
+    than keys.
 
     Attributes:
         causal_queries: of causal tiles at most, as it computes larger ones in vain above the
             diagonal.
+        causal_strip: of causal tiles at most where these have more keys than queries; None: it
+            takes only causal tiles with as many keys as queries.
+        has_group_rows: whether queries of a group are rows of one product.
 
     Args:
         scale: of products before the softmax.
+        groups: the number of query heads of each key-value head.
     """
 
     causal_queries = 2048
+    causal_strip: int | None = None
+    has_group_rows = False
 
-    def __init__(self, scale: float) -> None:
-        self._scale = scale
+    def __init__(self, scale: float, groups: int) -> None:
+        self._scale, self._groups = scale, groups
 
     def forward(
         self,
@@ -89,17 +102,20 @@ class AttentionKernel(ABC):
 
         Args:
             query: all queries of this rank.
-            key: all keys at hand; there may be fewer heads than of queries.
+            key: all keys at hand.
             value: as the keys.
             tile: which of them to compute.
             options: of the tile; None: by its kind, which is not masked.
         """
         options = options or TileOptions(tile.kind == "causal")
-        heads, rows, features = query.shape[1], tile.rows, value.shape[-1]
-        keys, values = (_repeat_heads(one[rows, :, tile.keys], heads) for one in (key, value))
-        own, keys, values = _with_equal_features(query[rows, :, tile.queries], keys, values)
+        features = value.shape[-1]
+        own, keys, values = _with_equal_features(
+            self._join(query[tile.rows, :, :, tile.queries]),
+            self._repeat(key[tile.rows, :, tile.keys]),
+            self._repeat(value[tile.rows, :, tile.keys]),
+        )
         part = self._forward(own, keys, values, options)
-        out, lse = part.out[..., :features], part.lse
+        out, lse = self._separate(part.out[..., :features]), self._separate(part.lse)
         if options.mask is not None:
             # Kernels differ in what they return for queries that attend to nothing.
             attends = options.mask.any(-1)
@@ -129,20 +145,41 @@ class AttentionKernel(ABC):
             options: as in forward.
         """
         options = options or TileOptions(tile.kind == "causal")
-        heads, key_heads, rows, queries = query.shape[1], key.shape[1], tile.rows, tile.queries
         features, value_features = key.shape[-1], value.shape[-1]
-        keys, values = (_repeat_heads(one[rows, :, tile.keys], heads) for one in (key, value))
-        own, keys, values, out, grad = _with_equal_features(
-            query[rows, :, queries], keys, values, output.out[rows, :, queries],
-            grad[rows, :, queries],
-        )  # fmt: skip
-        part = AttentionOutput(out, output.lse[rows, :, queries])
-        grads = self._backward(grad, own, keys, values, part, options)
-        return AttentionGradients(
-            grads.query[..., :features],
-            _sum_groups(grads.key[..., :features], key_heads),
-            _sum_groups(grads.value[..., :value_features], key_heads),
+        own, out, grad, lse = (
+            self._join(one[tile.rows, :, :, tile.queries])
+            for one in (query, output.out, grad, output.lse)
         )
+        keys, values = (self._repeat(one[tile.rows, :, tile.keys]) for one in (key, value))
+        own, keys, values, out, grad = _with_equal_features(own, keys, values, out, grad)
+        grads = self._backward(grad, own, keys, values, AttentionOutput(out, lse), options)
+        return AttentionGradients(
+            self._separate(grads.query[..., :features]),
+            self._sum(grads.key[..., :features]),
+            self._sum(grads.value[..., :value_features]),
+        )
+
+    def _join(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Joins the groups' dim with the queries', or with the heads'."""
+        return tensor.transpose(2, 3).flatten(2, 3) if self.has_group_rows else tensor.flatten(1, 2)
+
+    def _separate(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Undoes `_join`."""
+        if self.has_group_rows:
+            return tensor.unflatten(2, (-1, self._groups)).transpose(2, 3)
+        return tensor.unflatten(1, (-1, self._groups))
+
+    def _repeat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Repeats key-value heads for their groups of query heads, if these are joined as heads."""
+        if self.has_group_rows or self._groups == 1:
+            return tensor
+        return tensor.repeat_interleave(self._groups, dim=1)
+
+    def _sum(self, grad: torch.Tensor) -> torch.Tensor:
+        """Adds up the gradients of the heads that `_repeat` has repeated."""
+        if self.has_group_rows or self._groups == 1:
+            return grad
+        return grad.unflatten(1, (-1, self._groups)).sum(2)
 
     @abstractmethod
     def _forward(
@@ -164,20 +201,22 @@ class AttentionKernel(ABC):
 class _CpuFlash(AttentionKernel):
     """The CPU's flash attention, for all floating dtypes.
 
-    It computes 512 keys at a time, so that less than as many queries gain nothing from causality.
+    It computes all pairs of up to 512 keys, and is slower the fewer queries there are, which are
+    rows of its products: strips of 128 queries are about the best of both.
     """
 
-    causal_queries = 128
+    causal_queries = 1024
+    causal_strip = 128
+    has_group_rows = True
 
     def _forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: TileOptions
     ) -> AttentionOutput:
         return AttentionOutput(
             *_aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, 0.0, options.causal, attn_mask=_bias(options, query),
-                scale=self._scale,
+                query, key, value, attn_mask=self._bias(options, query, key), scale=self._scale
             )
-        )  # fmt: skip
+        )
 
     def _backward(
         self,
@@ -190,18 +229,29 @@ class _CpuFlash(AttentionKernel):
     ) -> AttentionGradients:
         return AttentionGradients(
             *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, query, key, value, output.out, output.lse, 0.0, options.causal,
-                attn_mask=_bias(options, query), scale=self._scale,
+                grad, query, key, value, output.out, output.lse, 0.0, False,
+                attn_mask=self._bias(options, query, key), scale=self._scale,
             )
         )  # fmt: skip
+
+    def _bias(
+        self, options: TileOptions, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Returns what is added to scores, for the rows of all groups."""
+        if not options.causal:
+            return _bias(options, query, self._groups)
+        rows, keys = query.shape[2], key.shape[2]
+        first = self.causal_queries + rows // self._groups - keys
+        every = _causal_bias(self.causal_strip, self.causal_queries, self._groups, query.dtype)
+        return every[:, :, :rows, first : first + keys]
 
 
 class _CudaFlash(AttentionKernel):
     """CUDA's flash attention, for 16 bits; it takes no mask, so masked tiles are the other's."""
 
-    def __init__(self, scale: float) -> None:
-        super().__init__(scale)
-        self._masked = _CudaEfficient(scale)
+    def __init__(self, scale: float, groups: int) -> None:
+        super().__init__(scale, groups)
+        self._masked = _CudaEfficient(scale, groups)
 
     def _forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: TileOptions
@@ -323,25 +373,26 @@ def select_kernel(
     """Selects the kernel for the device, dtype and number of features of queries.
 
     Args:
-        query: the queries.
+        query: the queries, with groups.
         scale: of products before the softmax; None: by the root of the number of features.
         has_dropout: whether weights are dropped, which fused kernels do by other masks.
 
     Raises:
         NotImplementedError: no fused kernel of the CPU or of CUDA returns the log-sum-exp for them.
     """
-    device, half = query.device.type, query.dtype in (torch.float16, torch.bfloat16)
+    device, groups = query.device.type, query.shape[2]
+    half = query.dtype in (torch.float16, torch.bfloat16)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if has_dropout:
-        return _Operators(scale)
+        return _Operators(scale, groups)
     if device == "cpu" and query.dtype.is_floating_point:
-        return _CpuFlash(scale)
+        return _CpuFlash(scale, groups)
     if device == "cuda" and half and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0:
-        return _CudaFlash(scale)
+        return _CudaFlash(scale, groups)
     if device == "cuda" and (half or query.dtype is torch.float32):
-        return _CudaEfficient(scale)
+        return _CudaEfficient(scale, groups)
     if device not in ("cpu", "cuda") and query.dtype.is_floating_point:
-        return _Operators(scale)
+        return _Operators(scale, groups)
     raise NotImplementedError(
         f"torch has no fused attention for {query.dtype} on {device!r} that returns the "
         f"log-sum-exp, which ring and all-gather need; use method='ulysses'"
@@ -353,17 +404,6 @@ def _no_random_state(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (like.new_zeros(2, dtype=torch.uint64), like.new_zeros(0, dtype=torch.uint64))
 
 
-def _repeat_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Repeats each key head for its group of query heads."""
-    groups = heads // tensor.shape[1]
-    return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
-
-
-def _sum_groups(grad: torch.Tensor, heads: int) -> torch.Tensor:
-    """Adds up the gradients of the heads that `_repeat_heads` has repeated."""
-    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
-
-
 def _with_equal_features(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Pads features by zeros to the largest number, as fused kernels take one for all."""
     features = max(one.shape[-1] for one in tensors)
@@ -373,12 +413,27 @@ def _with_equal_features(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _bias(options: TileOptions, query: torch.Tensor) -> torch.Tensor | None:
-    """Returns what is added to scores: minus infinity where masked, (1, 1, queries, keys)."""
+def _bias(options: TileOptions, query: torch.Tensor, groups: int = 1) -> torch.Tensor | None:
+    """Returns what is added to scores: minus infinity where masked, (1, 1, queries, keys).
+
+    Each query has as many rows as there are groups.
+    """
     if options.mask is None:
         return None
-    bias = torch.zeros(options.mask.shape, dtype=query.dtype, device=query.device)
-    return bias.masked_fill_(~options.mask, -torch.inf)[None, None]
+    mask = options.mask.repeat_interleave(groups, dim=0) if groups > 1 else options.mask
+    return torch.where(mask, query.new_zeros(()), query.new_full((), -torch.inf))[None, None]
+
+
+@lru_cache(maxsize=8)
+@on_host
+def _causal_bias(queries: int, keys: int, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the bias of all causal tiles of up to this number of queries, and keys before them.
+
+    It is (1, 1, queries x groups, keys + queries), and row n attends to ``keys + n // groups + 1``
+    keys; a tile has its first rows, and the columns up to the last that its last row attends to.
+    """
+    bias = torch.full((queries, keys + queries), -torch.inf, dtype=dtype).triu(keys + 1)
+    return bias.repeat_interleave(groups, dim=0)[None, None]
 
 
 def _aligned_bias(options: TileOptions, query: torch.Tensor) -> torch.Tensor | None:

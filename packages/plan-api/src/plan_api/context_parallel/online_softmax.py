@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from plan_api.context_parallel.tiles import AttentionTile
+from plan_api.context_parallel.tiles import AttentionTile, SeenQueries
 
 __all__ = ["OnlineSoftmax", "accumulation_dtype"]
 
@@ -16,7 +16,7 @@ class OnlineSoftmax:
     Gimelshein, arXiv 1805.02867; Liu et al., "Ring Attention", arXiv 2310.01889).
 
     Args:
-        query: (batch, heads, queries, features), of any floating dtype.
+        query: (batch, ..., queries, features), with any dims of heads, of any floating dtype.
         features: of values.
     """
 
@@ -25,19 +25,23 @@ class OnlineSoftmax:
         shape = (*query.shape[:-1], features)
         self._out = torch.zeros(shape, dtype=dtype, device=query.device)
         self._lse = torch.full(shape[:-1], -torch.inf, dtype=dtype, device=query.device)
-        self._dtype = query.dtype
+        self._dtype, self._seen = query.dtype, SeenQueries(shape[0], shape[-2])
 
     def add(self, tile: AttentionTile, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Adds the output of a tile, whose keys these queries have not attended to yet.
 
         Args:
             tile: whose queries.
-            out: (batch, heads, queries of the tile, features).
-            lse: (batch, heads, queries of the tile), natural logarithm; minus infinity where a
+            out: (batch, ..., queries of the tile, features).
+            lse: (batch, ..., queries of the tile), natural logarithm; minus infinity where a
                 query attends to nothing.
         """
-        place = tile.rows, slice(None), tile.queries
-        merged_out, merged_lse = self._out[place], self._lse[place]
+        merged_out = self._out[tile.rows, ..., tile.queries, :]
+        merged_lse = self._lse[tile.rows, ..., tile.queries]
+        if not self._seen.add(tile):
+            merged_out.copy_(out)
+            merged_lse.copy_(lse)
+            return
         both = torch.logaddexp(merged_lse, lse)
         base = _finite(both)
         merged_out.mul_((merged_lse - base).exp().unsqueeze(-1))
@@ -49,9 +53,9 @@ class OnlineSoftmax:
         """Adds a score to each query, of a key without a value (GPT-OSS, arXiv 2508.10925).
 
         Args:
-            sinks: the scores of each head, (heads).
+            sinks: the scores of each head, with the dims of heads.
         """
-        both = torch.logaddexp(self._lse, sinks.to(self._lse.dtype)[:, None])
+        both = torch.logaddexp(self._lse, sinks.to(self._lse.dtype).unsqueeze(-1))
         self._out.mul_((self._lse - both).exp().unsqueeze(-1))
         self._lse.copy_(both)
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 import torch
@@ -21,7 +22,9 @@ from plan_api._compat import on_host
 from plan_api.context_parallel.mask import AttentionMask, key_ranges
 from plan_api.context_parallel.order import Positions
 
-__all__ = ["AttentionTile", "BlockTiles", "TileKind", "block_tiles", "divide_causal"]
+__all__ = [
+    "AttentionTile", "BlockTiles", "SeenQueries", "TileKind", "block_tiles", "divide_causal",
+]  # fmt: skip
 
 TileKind: TypeAlias = Literal["full", "causal", "masked"]
 _DENSE = 0.9  # of a tile's pairs: if more are attended, it is masked and not divided
@@ -36,8 +39,9 @@ class AttentionTile:
         rows: of the batch.
         queries: a range of this rank's queries.
         keys: a range of the block's keys.
-        kind: ``"causal"``: there are as many keys as queries, and each query attends to the keys
-            up to its own place; ``"full"``: to all; ``"masked"``: to those of the mask.
+        kind: ``"causal"``: there are at least as many keys as queries, of which the last attends to
+            all keys, and each other to one fewer than the next; ``"full"``: all attend to all;
+            ``"masked"``: to those of the mask.
     """
 
     rows: slice
@@ -50,7 +54,7 @@ class AttentionTile:
         """The number of products of a query and a key that are computed, in a row of the batch."""
         queries: int = self.queries.stop - self.queries.start
         keys: int = self.keys.stop - self.keys.start
-        return queries * (queries + 1) // 2 if self.kind == "causal" else queries * keys
+        return queries * keys - (queries * (queries - 1) // 2 if self.kind == "causal" else 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,22 +87,55 @@ class BlockTiles:
         return (keys >= start[row, tile.queries, None]) & (keys < stop[row, tile.queries, None])
 
 
-def divide_causal(tile: AttentionTile, queries: int) -> Iterator[AttentionTile]:
-    """Divides a causal tile of more queries than this into causal tiles and full ones.
+class SeenQueries:
+    """Notes for which queries tiles have been computed.
 
-    Kernels compute some pairs above the diagonal in vain, of a tile of a few hundred queries all.
+    Args:
+        rows: of the batch.
+        queries: of this rank.
     """
-    first, last = tile.queries.start, tile.queries.stop
-    if tile.kind != "causal" or last - first <= queries:
+
+    def __init__(self, rows: int, queries: int) -> None:
+        self._rows = [bytearray(queries) for _ in range(rows)]
+
+    def add(self, tile: AttentionTile) -> bool:
+        """Adds the queries of a tile; returns whether any of them was there before."""
+        seen = any(1 in row[tile.queries] for row in self._rows[tile.rows])
+        for row in self._rows[tile.rows]:
+            row[tile.queries] = b"\1" * (tile.queries.stop - tile.queries.start)
+        return seen
+
+
+def divide_causal(
+    tile: AttentionTile, queries: int, strip: int | None = None
+) -> Iterator[AttentionTile]:
+    """Divides a causal tile with as many keys as queries.
+
+    Args:
+        tile: of any kind; others than causal ones are not divided.
+        queries: a tile of more is halved, into causal ones and a full one.
+        strip: a tile of up to ``queries`` is divided into causal ones of about as many queries, and
+            at most this number, each with all keys from the first one: so each query has all of
+            its keys in one tile, and few products above the diagonal are computed in vain. None:
+            it is not divided.
+    """
+    first, last, key = tile.queries.start, tile.queries.stop, tile.keys.start
+    count = last - first
+    if tile.kind != "causal":
         yield tile
-        return
-    half = (last - first) // 2
-    early, late = slice(first, first + half), slice(first + half, last)
-    key = tile.keys.start
-    early_keys, late_keys = slice(key, key + half), slice(key + half, tile.keys.stop)
-    yield from divide_causal(AttentionTile(tile.rows, early, early_keys, "causal"), queries)
-    yield AttentionTile(tile.rows, late, early_keys, "full")
-    yield from divide_causal(AttentionTile(tile.rows, late, late_keys, "causal"), queries)
+    elif count > queries:
+        half = count // 2
+        early, late = slice(first, first + half), slice(first + half, last)
+        early_keys, late_keys = slice(key, key + half), slice(key + half, tile.keys.stop)
+        yield from divide_causal(replace(tile, queries=early, keys=early_keys), queries, strip)
+        yield AttentionTile(tile.rows, late, early_keys, "full")
+        yield from divide_causal(replace(tile, queries=late, keys=late_keys), queries, strip)
+    else:
+        parts = 1 if strip is None else -(-count // strip)
+        edges = [count * number // parts for number in range(parts + 1)]
+        for start, stop in pairwise(edges):
+            own, keys = slice(first + start, first + stop), slice(key, key + stop)
+            yield replace(tile, queries=own, keys=keys)
 
 
 @lru_cache(maxsize=256)

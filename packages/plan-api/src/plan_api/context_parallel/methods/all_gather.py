@@ -67,7 +67,7 @@ class _AllGatherAttention(torch.autograd.Function):
             Shard(_SEQUENCE), Replicate(), call.mesh, call.axis, call.where
         )
         gathered = _to_sequence_order(gather(pack(key, value)), call)
-        attention.add(_block(gathered, call))
+        attention.add(_block(gathered, key.shape[-1], call))
         output = attention.result(sinks)
         ctx.save_for_backward(query, gathered, sinks, output.out, output.lse)
         ctx.call, ctx.masks, ctx.at = call, masks, call.backward_context
@@ -81,9 +81,10 @@ class _AllGatherAttention(torch.autograd.Function):
         call: AttentionCall = ctx.call
         assert call.axis is not None
         output, features = AttentionOutput(out, lse), ctx.features
-        attention = BlockBackward(grads[0], query, features, output, call, ctx.masks)
+        attention = BlockBackward(grads[0], query, gathered.shape[1], output, call, ctx.masks)
         grad_gathered = torch.zeros_like(gathered, dtype=attention.grad_query.dtype)
-        attention.add(_block(gathered, call), grad_gathered)
+        block = _block(gathered, features, call)
+        attention.add(block, grad_gathered[..., :features], grad_gathered[..., features:])
         scatter = local_redistribution(
             Partial(), Shard(_SEQUENCE), call.mesh, call.axis, call.where
         )
@@ -94,8 +95,9 @@ class _AllGatherAttention(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _block(gathered: torch.Tensor, call: AttentionCall) -> Block:
-    return Block(gathered, call.block_of_all(), ((0, call.keys.padded_length),))
+def _block(gathered: torch.Tensor, features: int, call: AttentionCall) -> Block:
+    key, value = gathered[..., :features], gathered[..., features:]
+    return Block(key, value, call.block_of_all(), ((0, call.keys.padded_length),))
 
 
 def _to_sequence_order(by_rank: torch.Tensor, call: AttentionCall) -> torch.Tensor:

@@ -12,7 +12,12 @@ from plan_api.context_parallel.dropout import DropoutMasks
 from plan_api.context_parallel.kernels import AttentionOutput, TileOptions, select_kernel
 from plan_api.context_parallel.online_softmax import OnlineSoftmax, accumulation_dtype
 from plan_api.context_parallel.order import Positions
-from plan_api.context_parallel.tiles import AttentionTile, BlockTiles, divide_causal
+from plan_api.context_parallel.tiles import (
+    AttentionTile,
+    BlockTiles,
+    SeenQueries,
+    divide_causal,
+)
 
 __all__ = ["Block", "BlockBackward", "BlockForward", "pack", "sinks_grad"]
 
@@ -22,14 +27,15 @@ class Block:
     """Keys and values that a rank has now.
 
     Attributes:
-        tensor: keys and values, one behind the other: (batch, key-value heads, keys, features of
-            keys and of values).
+        key: (batch, key-value heads, keys, features).
+        value: as the keys; it may have other features.
         tiles: of this rank's queries and the keys of the block's rank.
         positions: of all keys of the block's rank.
         first: the place of the first key at hand among these.
     """
 
-    tensor: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
     tiles: BlockTiles
     positions: Positions
     first: int = 0
@@ -41,7 +47,7 @@ class Block:
 
 
 def pack(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Returns keys and values in one tensor, as of `Block`."""
+    """Returns keys and values in one tensor, whose last dim has the features of both."""
     return torch.cat([key, value], dim=-1)
 
 
@@ -50,25 +56,23 @@ class _BlockAttention:
 
     Args:
         query: of this rank.
-        features: of keys; those of values are behind them.
+        key_heads: the number of key-value heads.
         call: the call.
         masks: of dropout; None: there is none.
     """
 
     def __init__(
-        self, query: torch.Tensor, features: int, call: AttentionCall, masks: DropoutMasks | None
+        self, query: torch.Tensor, key_heads: int, call: AttentionCall, masks: DropoutMasks | None
     ) -> None:
-        self._query, self._features, self._masks = query, features, masks
+        self._groups = (key_heads, query.shape[1] // key_heads)
+        self._query, self._masks = query.unflatten(1, self._groups), masks
         self._positions = call.order.parts[call.rank]
-        self._kernel = select_kernel(query, call.scale, has_dropout=masks is not None)
+        self._kernel = select_kernel(self._query, call.scale, has_dropout=masks is not None)
 
     def tiles(self, block: Block) -> list[AttentionTile]:
         """Returns the tiles of a block, as large as the kernel takes them."""
-        queries = self._kernel.causal_queries
-        return [one for tile in block.tiles.tiles for one in divide_causal(tile, queries)]
-
-    def _split(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return packed[..., : self._features], packed[..., self._features :]
+        sizes = self._kernel.causal_queries, self._kernel.causal_strip
+        return [one for tile in block.tiles.tiles for one in divide_causal(tile, *sizes)]
 
     def _options(self, tile: AttentionTile, block: Block) -> TileOptions:
         device, factors = self._query.device, None
@@ -90,22 +94,22 @@ class BlockForward(_BlockAttention):
         call: AttentionCall,
         masks: DropoutMasks | None,
     ) -> None:
-        super().__init__(query, key.shape[-1], call, masks)
-        self._merged = OnlineSoftmax(query, value.shape[-1])
+        super().__init__(query, key.shape[1], call, masks)
+        self._merged = OnlineSoftmax(self._query, value.shape[-1])
 
     def add(self, block: Block) -> None:
         """Adds the output over the keys of a block."""
-        key, value = self._split(block.tensor)
         for tile in self.tiles(block):
             options, local = self._options(tile, block), block.local(tile)
-            part = self._kernel.forward(self._query, key, value, local, options)
+            part = self._kernel.forward(self._query, block.key, block.value, local, options)
             self._merged.add(local, part.out, part.lse)
 
     def result(self, sinks: torch.Tensor | None) -> AttentionOutput:
         """Returns the output over all blocks and the sinks, and the log-sum-exp."""
         if sinks is not None:
-            self._merged.add_sinks(sinks)
-        return AttentionOutput(*self._merged.result())
+            self._merged.add_sinks(sinks.unflatten(0, self._groups))
+        out, lse = self._merged.result()
+        return AttentionOutput(out.flatten(1, 2), lse.flatten(1, 2))
 
 
 class BlockBackward(_BlockAttention):
@@ -114,7 +118,7 @@ class BlockBackward(_BlockAttention):
     Args:
         grad: of the output.
         query: as in forward.
-        features: of keys.
+        key_heads: the number of key-value heads.
         output: of forward.
         call: the call.
         masks: of dropout, as in forward; None: there is none.
@@ -124,33 +128,47 @@ class BlockBackward(_BlockAttention):
         self,
         grad: torch.Tensor,
         query: torch.Tensor,
-        features: int,
+        key_heads: int,
         output: AttentionOutput,
         call: AttentionCall,
         masks: DropoutMasks | None,
     ) -> None:
-        super().__init__(query, features, call, masks)
-        self._grad, self._output = grad, output
+        super().__init__(query, key_heads, call, masks)
+        self._grad = grad.unflatten(1, self._groups)
+        self._output = AttentionOutput(
+            output.out.unflatten(1, self._groups), output.lse.unflatten(1, self._groups)
+        )
         self.grad_query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
+        self._grad_query, self._seen = (
+            self.grad_query.unflatten(1, self._groups),
+            SeenQueries(query.shape[0], query.shape[2]),
+        )
 
     def add(
-        self, block: Block, grad_block: torch.Tensor, tiles: Sequence[AttentionTile] | None = None
+        self,
+        block: Block,
+        grad_key: torch.Tensor,
+        grad_value: torch.Tensor,
+        tiles: Sequence[AttentionTile] | None = None,
     ) -> None:
         """Adds this rank's terms of the gradients of its queries and of a block.
 
         Args:
             block: as in forward.
-            grad_block: of the block's shape, in the dtype of accumulation.
+            grad_key: of the block's keys, in the dtype of accumulation.
+            grad_value: of the block's values, so too.
             tiles: the tiles of the block to compute; None: all.
         """
-        key, value = self._split(block.tensor)
-        grad_key, grad_value = self._split(grad_block)
         for tile in self.tiles(block) if tiles is None else tiles:
             options, local = self._options(tile, block), block.local(tile)
             part = self._kernel.backward(
-                self._grad, self._query, key, value, self._output, local, options
+                self._grad, self._query, block.key, block.value, self._output, local, options
             )
-            self.grad_query[local.rows, :, local.queries] += part.query
+            grad_query = self._grad_query[local.rows, :, :, local.queries]
+            if self._seen.add(tile):
+                grad_query += part.query
+            else:
+                grad_query.copy_(part.query)
             grad_key[local.rows, :, local.keys] += part.key
             grad_value[local.rows, :, local.keys] += part.value
 

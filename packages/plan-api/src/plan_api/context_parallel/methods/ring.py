@@ -95,12 +95,13 @@ class _Rounds:
     """What a rank exchanges in each round.
 
     Args:
-        own: this rank's keys and values.
+        key: this rank's.
+        value: this rank's.
         call: the call.
     """
 
-    def __init__(self, own: torch.Tensor, call: AttentionCall) -> None:
-        self._own, self._call = own, call
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> None:
+        self._key, self._value, self._call = key, value, call
         self.count = call.ranks
         # In backward, the gradients of what is sent come back; so they are received where it is.
         self._sent = [call.block(self._after(step), call.rank).keys for step in range(self.count)]
@@ -114,7 +115,8 @@ class _Rounds:
     def own_block(self) -> Block:
         """Returns this rank's block."""
         call = self._call
-        return Block(self._own, call.block(call.rank, call.rank), call.keys.parts[call.rank])
+        tiles, positions = call.block(call.rank, call.rank), call.keys.parts[call.rank]
+        return Block(self._key, self._value, tiles, positions)
 
     def block(self, step: int, tensor: torch.Tensor | None) -> Block | None:
         """Returns the block that is received in a round; None: it is empty."""
@@ -122,33 +124,43 @@ class _Rounds:
         tiles = call.block(call.rank, source)
         if tensor is None or tiles.keys is None:
             return None
-        return Block(tensor, tiles, call.keys.parts[source], tiles.keys.start)
+        key, value = self.split(tensor)
+        return Block(key, value, tiles, call.keys.parts[source], tiles.keys.start)
+
+    def split(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values of a packed tensor, or of its gradient."""
+        features = self._key.shape[-1]
+        return packed[..., :features], packed[..., features:]
 
     def exchange(self, step: int) -> _Exchange | None:
         """Starts to exchange the blocks of a round; None: there is no such round."""
         if step >= self.count:
             return None
-        keys, own = self._call.block(self._call.rank, self._before(step)).keys, self._own
-        received = None if keys is None else _empty(own, keys.stop - keys.start, own.dtype)
+        keys = self._call.block(self._call.rank, self._before(step)).keys
+        received = None if keys is None else self._empty(keys, self._key.dtype)
         sent = self._sent[step]
-        part = None if sent is None else own[:, :, sent].contiguous()
+        part = None if sent is None else pack(self._key[:, :, sent], self._value[:, :, sent])
         return _Exchange(part, self._after(step), received, self._before(step), self._call)
 
     def exchange_grads(self, step: int, grad: torch.Tensor | None, dtype: torch.dtype) -> _Exchange:
         """Starts to return the gradient of a round's block, and to receive that of the own one."""
         sent = self._sent[step]
-        received = None if sent is None else _empty(self._own, sent.stop - sent.start, dtype)
+        received = None if sent is None else self._empty(sent, dtype)
         return _Exchange(grad, self._before(step), received, self._after(step), self._call)
 
-    def add_grad(self, step: int, grad: torch.Tensor | None, total: torch.Tensor) -> None:
-        """Adds the gradient of what was sent in a round to that of the own block."""
+    def add_grad(
+        self, step: int, grad: torch.Tensor | None, grad_key: torch.Tensor, grad_value: torch.Tensor
+    ) -> None:
+        """Adds the gradient of what was sent in a round to those of the own block."""
         if grad is not None:
-            total[:, :, self._sent[step]] += grad
+            for total, part in zip((grad_key, grad_value), self.split(grad), strict=True):
+                total[:, :, self._sent[step]] += part
 
-
-def _empty(like: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
-    shape = (*like.shape[:2], keys, like.shape[3])
-    return torch.empty(shape, dtype=dtype, device=like.device)
+    def _empty(self, keys: slice, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a buffer for packed keys and values."""
+        features = self._key.shape[-1] + self._value.shape[-1]
+        shape = (*self._key.shape[:2], keys.stop - keys.start, features)
+        return torch.empty(shape, dtype=dtype, device=self._key.device)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -164,7 +176,7 @@ class _RingAttention(torch.autograd.Function):
         call.check(query, key)
         masks = DropoutMasks.begin(call.dropout) if call.dropout is not None else None
         attention = BlockForward(query, key, value, call, masks)
-        rounds = _Rounds(pack(key, value), call)
+        rounds = _Rounds(key, value, call)
         block: Block | None = rounds.own_block()
         for step in range(rounds.count):
             exchange = rounds.exchange(step + 1)
@@ -182,35 +194,36 @@ class _RingAttention(torch.autograd.Function):
     @annotate_backward_errors
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        features, output = key.shape[-1], AttentionOutput(out, lse)
-        attention = BlockBackward(grads[0], query, features, output, ctx.call, ctx.masks)
-        rounds = _Rounds(pack(key, value), ctx.call)
+        output = AttentionOutput(out, lse)
+        attention = BlockBackward(grads[0], query, key.shape[1], output, ctx.call, ctx.masks)
+        rounds = _Rounds(key, value, ctx.call)
         dtype = attention.grad_query.dtype
         own = rounds.own_block()
-        grad_own = torch.zeros_like(own.tensor, dtype=dtype)
+        grad_own = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
         before, after = _halves(attention.tiles(own), rounds.count)
         exchange, returned = rounds.exchange(1), None
         with record_function("ring: compute"):
-            attention.add(own, grad_own, before)
+            attention.add(own, *grad_own, tiles=before)
         for step in range(1, rounds.count):
             assert exchange is not None
-            block = rounds.block(step, exchange.wait())
+            received = exchange.wait()
+            block = rounds.block(step, received)
             exchange = rounds.exchange(step + 1)
             grad_block = None
             if block is not None:
-                grad_block = torch.zeros_like(block.tensor, dtype=dtype)
+                grad_block = torch.zeros_like(received, dtype=dtype)
                 with record_function("ring: compute"):
-                    attention.add(block, grad_block)
+                    attention.add(block, *rounds.split(grad_block))
             if returned is not None:
-                rounds.add_grad(step - 1, returned.wait(), grad_own)
+                rounds.add_grad(step - 1, returned.wait(), *grad_own)
             returned = rounds.exchange_grads(step, grad_block, dtype)
         with record_function("ring: compute"):
-            attention.add(own, grad_own, after)
+            attention.add(own, *grad_own, tiles=after)
         if returned is not None:
-            rounds.add_grad(rounds.count - 1, returned.wait(), grad_own)
+            rounds.add_grad(rounds.count - 1, returned.wait(), *grad_own)
         return (
-            attention.grad_query.to(query.dtype), grad_own[..., :features].to(key.dtype),
-            grad_own[..., features:].to(value.dtype), sinks_grad(grads[0], output, sinks), None,
+            attention.grad_query.to(query.dtype), grad_own[0].to(key.dtype),
+            grad_own[1].to(value.dtype), sinks_grad(grads[0], output, sinks), None,
         )  # fmt: skip
 
 
