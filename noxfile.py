@@ -5,6 +5,7 @@
 small one.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -128,7 +129,8 @@ def examples(session: nox.Session) -> None:
     """The examples with other frameworks, each compared with the framework's own FSDP2.
 
     The environment has the frameworks (examples/requirements.txt) and what the shared one has.
-    docs/benchmarks/examples.md gets the results. Arguments are those of each example.
+    docs/benchmarks/examples.md gets the results. Arguments are those of each example. Where
+    ACCELERATE_CLONE is a clone of huggingface/accelerate, its own scripts are compared too.
     """
     site = "import sysconfig; print(sysconfig.get_path('purelib'))"
     python = dev_env(session)
@@ -145,6 +147,8 @@ def examples(session: nox.Session) -> None:
     for script in sorted((ROOT / "examples").glob("*/train.py")):
         written = results / f"{script.parent.name}.json"
         session.run("python", str(script), *session.posargs, "--json", str(written))
+    if clone := os.environ.get("ACCELERATE_CLONE"):
+        session.run("python", "examples/accelerate/own_scripts.py", "--accelerate", clone)
     session.run(
         python, "-m", "tools.example_results", str(results), *session.posargs, external=True
     )
