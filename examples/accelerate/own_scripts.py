@@ -89,7 +89,8 @@ class Result:
         script: its path.
         losses: how many were compared.
         difference: the largest of a loss or of a printed number.
-        weights: the largest of a trained weight, relative to the largest change by training.
+        weights: the largest of a trained weight, relative to the largest change by training; None:
+            no weights were recorded.
         error: why it differs or did not end; empty: none.
         left_out: why it was not run; empty: it was.
     """
@@ -97,14 +98,15 @@ class Result:
     script: str
     losses: int = 0
     difference: float = 0.0
-    weights: float = 0.0
+    weights: float | None = None
     error: str = ""
     left_out: str = ""
 
     def __str__(self) -> str:
         """One line for the table that the command prints."""
-        equal = "bit for bit" if not self.difference + self.weights else "equal"
-        found = f"{equal}: {self.losses} losses, {self.difference:.1e}, weights {self.weights:.1e}"
+        equal = "equal" if self.difference or self.weights else "bit for bit"
+        weights = "not recorded" if self.weights is None else f"{self.weights:.1e}"
+        found = f"{equal}: {self.losses} losses, {self.difference:.1e}; weights, {weights}"
         return f"{self.script}: {self.left_out or self.error or found}"
 
 
@@ -125,7 +127,7 @@ SCRIPTS = (
     Script(
         f"{BY_FEATURE}/gradient_accumulation_for_autoregressive_models.py",
         LLAMA,  # with more steps it calls a method that only DDP's modules have
-        tolerance=1e-5,  # it clips gradients, and the norm is summed in another order
+        tolerance=5e-5,  # it clips gradients, and the norm is summed in another order
     ),
     Script(f"{BY_FEATURE}/memory.py"),
     Script(f"{BY_FEATURE}/multi_process_metrics.py"),
@@ -146,12 +148,14 @@ SCRIPTS = (
 LEFT_OUT = {
     "by_feature/ddp_comm_hook.py": "its subject is a hook of DDP",
     "by_feature/deepspeed_with_config_support.py": "DeepSpeed",
+    "by_feature/fsdp_with_peak_mem_tracking.py": "reads the memory of an accelerator",
     "by_feature/local_sgd.py": "LocalSGD refuses FSDP",
     "by_feature/megatron_lm_gpt_pretraining.py": "Megatron-LM",
     "alst_ulysses_sequence_parallelism/": "DeepSpeed",
     "config_yaml_templates/": "trains nothing",
     "finetune_lm_tpu.py": "TPUs",
     "inference/": "trains nothing",
+    "torch_native_parallelism/fsdp2_fp8.py": "float8 and a compiler; not tried",
     "multigpu_remote_launcher.py": "starts a script on rented machines",
 }
 
@@ -163,16 +167,22 @@ def compare(script: Script, runs: Iterable[Mapping[str, Record]]) -> Result:
         script: which.
         runs: one or several, each by the systems' names.
     """
-    count, gaps, weights = 0, [0.0], [0.0]
+    count, gaps, weights = 0, [0.0], list[float]()
     for run in runs:
         native, own = run["native"], run["fsdp"]
         if "Shard" not in native.placements or "RaggedShard" not in own.placements:
             found = [sorted(one.placements) for one in (native, own)]
             return Result(script.path, error=f"expected Shard and RaggedShard, got {found}")
-        shapes = [[len(one.printed), *map(len, one.losses)] for one in (native, own)]
-        if shapes[0] != shapes[1] or not sum(shapes[0][1:]):
-            return Result(script.path, error=f"expected equally many losses, got {shapes}")
-        count += sum(shapes[0][1:])
+        shapes = [
+            [one.end.numel(), len(one.printed), *map(len, one.losses)] for one in (native, own)
+        ]
+        if shapes[0] != shapes[1] or not sum(shapes[0][2:]):
+            return Result(
+                script.path,
+                error=f"expected equally many weights, printed numbers and losses of each rank, "
+                f"got {shapes}",
+            )
+        count += sum(shapes[0][2:])
         for one, other in zip(native.losses, own.losses, strict=True):
             gaps += [abs(a - b) for a, b in zip(one, other, strict=True)]
         gaps += [abs(a - b) for a, b in zip(native.printed, own.printed, strict=True)]
@@ -180,9 +190,10 @@ def compare(script: Script, runs: Iterable[Mapping[str, Record]]) -> Result:
             change = (native.end - native.start).abs().max()
             weights.append(float((own.end - native.end).abs().max() / change))
     # Unlike Python's, torch's maximum is not a number if one of them is not.
-    largest, weight = float(torch.tensor(gaps).max()), float(torch.tensor(weights).max())
-    equal = largest <= script.tolerance and weight <= script.tolerance
-    error = "" if equal else f"losses differ by {largest:.1e}, weights by {weight:.1e}"
+    largest = float(torch.tensor(gaps).max())
+    weight = float(torch.tensor(weights).max()) if weights else None
+    equal = largest <= script.tolerance and (weight is None or weight <= script.tolerance)
+    error = "" if equal else f"losses differ by {largest:.1e}, weights by {weight}"
     return Result(script.path, count, largest, weight, error)
 
 
@@ -217,7 +228,7 @@ def read_record(path: Path, log: str) -> Record:
         )
         for when in ("start", "end")
     )
-    numbers = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|nan|inf")
+    numbers = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|\bnan\b|-?\binf\b")
     printed = [line for line in log.splitlines() if line.startswith("epoch")]
     return Record(
         frozenset(name for line in lines for name in line.get("placements", ())),

@@ -50,6 +50,7 @@ def _record(path: str) -> None:
     lines = Path(f"{path}-{rank}.jsonl")
     prepare, backward = Accelerator.prepare, Accelerator.backward
     free_memory, end_training = Accelerator.free_memory, Accelerator.end_training
+    save_state = Accelerator.save_state
 
     def write(**values: Any) -> None:
         with lines.open("a") as file:
@@ -67,12 +68,19 @@ def _record(path: str) -> None:
         write(loss=loss.item())
         backward(self, loss, **options)
 
-    def finish() -> None:
-        while _models:
-            model, start = _models.pop(0)
-            _trained.append({"start": start, "end": _weights(model)})
+    def save() -> list[dict[str, Weights]]:
+        now = [{"start": start, "end": _weights(model)} for model, start in _models]
         if rank == 0:
-            torch.save(_trained, f"{path}.pt")
+            torch.save(_trained + now, f"{path}.pt")
+        return now
+
+    def finish() -> None:
+        _trained.extend(save())
+        _models.clear()
+
+    def new_save_state(self: Any, *args: Any, **options: Any) -> Any:
+        save()  # for scripts that do not end by `end_training`
+        return save_state(self, *args, **options)
 
     def new_free_memory(self: Any, *objects: Any) -> Any:
         finish()
@@ -84,6 +92,7 @@ def _record(path: str) -> None:
 
     Accelerator.prepare, Accelerator.backward = new_prepare, new_backward
     Accelerator.free_memory, Accelerator.end_training = new_free_memory, new_end_training
+    Accelerator.save_state = new_save_state
 
 
 def _placements(model: torch.nn.Module) -> list[str]:
