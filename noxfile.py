@@ -5,6 +5,7 @@
 small one.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -129,7 +130,8 @@ def examples(session: nox.Session) -> None:
 
     The environment has the frameworks (examples/requirements.txt) and what the shared one has.
     docs/benchmarks/examples.md gets the results. Arguments are those of each example; ``--tiny``
-    among them, with which continuous integration runs them, leaves the page as it is.
+    among them, with which continuous integration runs them, leaves the page as it is. Where
+    ACCELERATE_CLONE is a clone of huggingface/accelerate, its own scripts are compared too.
     """
     site = "import sysconfig; print(sysconfig.get_path('purelib'))"
     python = dev_env(session)
@@ -150,6 +152,12 @@ def examples(session: nox.Session) -> None:
             session.run("python", str(script), *session.posargs, "--json", str(written))
         except CommandFailed:  # the next example is compared all the same
             failed.append(script.parent.name)
+    if clone := os.environ.get("ACCELERATE_CLONE"):
+        command = ("examples/accelerate/own_scripts.py", "--accelerate", clone)
+        try:
+            session.run("python", *command)
+        except CommandFailed:
+            failed.append("accelerate's own scripts")
     if failed:
         session.error(f"these examples fail, or differ from native FSDP2: {failed}")
     if "--tiny" in session.posargs:
