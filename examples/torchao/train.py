@@ -5,11 +5,11 @@ weights gathered as they are or in float8; on CPUs their products are emulated.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torchao.float8 import (
     Float8LinearConfig,
@@ -25,16 +25,14 @@ from side_by_side import main
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
 CONFIG = LlamaConfig(vocab_size=512, num_attention_heads=4, use_cache=False, **SIZES)
-# By case; the largest difference of a loss. Sums of a scale's magnitudes have one order.
+# The largest difference of a loss, by the name of the case.
 CASES = {"tensorwise": 1e-5, "tensorwise, gathered in float8": 1e-5, "rowwise": 1e-5}
 
 
 def config(case: str, *, emulates: bool) -> Float8LinearConfig:
     """Returns torchao's options of a case."""
     if case == "rowwise":
-        made = Float8LinearConfig.from_recipe_name("rowwise")
-        object.__setattr__(made, "emulate", emulates)
-        return made
+        return replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=emulates)
     return Float8LinearConfig(
         enable_fsdp_float8_all_gather=case.endswith("float8"), emulate=emulates
     )
@@ -44,19 +42,15 @@ def train(system: str, steps: int, case: str) -> list[float]:
     """Trains on all ranks; returns the losses, means over ranks."""
     accelerator = torch.accelerator.current_accelerator()
     device = "cpu" if accelerator is None else accelerator.type
-    mesh = (
-        init_device_mesh(device, (int(dist.get_world_size()),)) if dist.is_initialized() else None
-    )
-    if mesh is None:
-        dist.init_process_group()
-        mesh = init_device_mesh(device, (dist.get_world_size(),))
+    dist.init_process_group()
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     torch.manual_seed(0)
-    model: nn.Module = LlamaForCausalLM(CONFIG)
+    model = LlamaForCausalLM(CONFIG)
     options = config(case, emulates=device == "cpu")
     convert_to_float8_training(
         model, config=options, module_filter_fn=lambda module, name: name != "lm_head"
     )
-    fully_shard = fsdp.fully_shard if system == "fsdp" else torch.distributed.fsdp.fully_shard
+    fully_shard = {"native": torch.distributed.fsdp, "fsdp": fsdp}[system].fully_shard
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -153,6 +153,10 @@ class FSDPParam:
         """The form in which it is quantized for its all-gather; None if it is not."""
         return self.tiles if self.operand is None else self.operand
 
+    def describe_form(self) -> str:
+        """Returns, for the comparison of ranks, the form in which it is gathered."""
+        return "" if self.gathered_as is None else f", {self.name!r} in {self.gathered_as}"
+
     @property
     def is_annotated(self) -> bool:
         """Whether it is a plain tensor that spmd_types annotates."""

@@ -200,11 +200,7 @@ class FSDPParamGroup(ABC):
             f"{'trained' if trained else 'frozen'}, "
             f"reshard_after_forward={self.reshard_after_forward}"
             + ("" if self.options.roles is None else f", {self.options.roles}")
-            + "".join(
-                f", {param.name!r} in {param.gathered_as}"
-                for param in self.params
-                if param.gathered_as is not None
-            )
+            + "".join(param.describe_form() for param in self.params)
         )
 
     def _waits_for_(self) -> str:
