@@ -51,7 +51,7 @@ from fsdp.param_group import (
     PlannedParamGroup,
 )
 from fsdp.private_names import is_replicated, register_state
-from fsdp.quantized import Tiles
+from fsdp.quantized import OperandFormat, Tiles
 from fsdp.state import FSDPState, state_of
 from fused_comm.narrow_sums import SendDtype
 
@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 PlacementFn = Callable[[nn.Parameter], "Granularity | Shard | None"]
-QuantizeFn = Callable[[nn.Parameter], "Tiles | None"]
+QuantizeFn = Callable[[nn.Parameter], "Tiles | OperandFormat | None"]
 GradPlacementsFn = Callable[[nn.Parameter], Sequence[Placement] | None]
 
 
@@ -154,7 +154,8 @@ def fully_shard(
         quantize_fn: returns, for a parameter, the `Tiles` as which it is gathered, one byte per
             element and one scale per tile; None does not quantize it. The sharded parameter stays
             in its dtype, and gets the gradients of the dequantized one. By default no rank boundary
-            splits a tile.
+            splits a tile. An `OperandFormat`, such as plan-api's ``GatheredOperand``, gathers the
+            weight of a linear layer as what low-precision products take, without dequantizing it.
         grad_placements_fn: returns, for a parameter that is a DTensor, the placements of its
             gradient in backward, one per axis of its mesh: Partial, or the parameter's. Modules
             then compute with the local tensor, as of ``DTensor.to_local(grad_placements=...)``, and
@@ -370,6 +371,12 @@ def _post_forward_size(param: FSDPParam, reshard_after_forward: object) -> int |
     """
     assert param.mesh is not None, "managed_params sets it"
     _, size = checked_reshard(reshard_after_forward, param.mesh.size(param.mesh.ndim - 1))
+    if size is not None and param.operand is not None and param.operand.differs_in_backward:
+        raise ValueError(
+            f"fully_shard: reshard_after_forward: expected True or False for parameter "
+            f"{param.name!r} as {param.operand}, of which backward gathers other bytes than "
+            f"forward, got {reshard_after_forward}; pass one of these, or no quantize_fn"
+        )
     if size is not None and param.extension:
         raise ValueError(
             f"fully_shard: reshard_after_forward: expected True or False for parameter "
@@ -420,7 +427,7 @@ def _check_role_of(param: FSDPParam, roles: Roles, reshard_after_forward: object
     found = None
     if reshard_after_forward not in (None, False):
         found = f"reshard_after_forward={reshard_after_forward!r}, after which they would not"
-    elif param.tiles is not None:
+    elif param.gathered_as is not None:
         found = "quantize_fn, which quantizes them for each all-gather"
     elif param.extension:
         found = "a tensor with fsdp_pre_all_gather, which makes them in each all-gather"

@@ -39,7 +39,13 @@ from fsdp.mesh import (
     spec_with_dtype,
 )
 from fsdp.mesh.granularity import Whole, block_size
-from fsdp.quantized.arguments import checked_block, checked_tiles
+from fsdp.quantized.arguments import (
+    checked_block,
+    checked_block_of_operand,
+    checked_operand,
+    checked_tiles,
+)
+from fsdp.quantized.operands import OperandFormat
 from fsdp.quantized.tiles import Tiles
 
 __all__ = [
@@ -108,6 +114,7 @@ class FSDPParam:
             planned.
         placement: of a DTensor; None for plain tensors.
         tiles: as which it is quantized for its all-gather; None if it is not.
+        operand: the format of the operand as which it is gathered; None if it is not.
         extension: whether it has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
         whole: the granularity, if that is `Whole`.
         sharded_param: DTensor, of the original dtype, in the SHARD buffer.
@@ -128,6 +135,7 @@ class FSDPParam:
     tiles: Tiles | None = None
     extension: bool = False
     whole: Whole | None = None
+    operand: OperandFormat | None = None
     sharded_param: nn.Parameter = field(init=False)
     unsharded_param: nn.Parameter | None = None
     grad_dtype: GradDtype | None = None
@@ -139,6 +147,15 @@ class FSDPParam:
         """The original parameter, before a group replaces it."""
         assert self.original is not None, "a group has replaced it"
         return self.original
+
+    @property
+    def gathered_as(self) -> Tiles | OperandFormat | None:
+        """The form in which it is quantized for its all-gather; None if it is not."""
+        return self.tiles if self.operand is None else self.operand
+
+    def describe_form(self) -> str:
+        """Returns, for the comparison of ranks, the form in which it is gathered."""
+        return "" if self.gathered_as is None else f", {self.name!r} in {self.gathered_as}"
 
     @property
     def is_annotated(self) -> bool:
@@ -365,16 +382,21 @@ def _managed_param(
         placement = placement.with_local_grads(grad_placements, name)
     shape = tuple(param.shape) if placement is None else placement.shape
     block = block_size(granularity, shape, name)
-    tiles = quantize_fn(param) if quantize_fn is not None else None
-    tiles = checked_tiles(tiles, param, placement, name, extension=extension)
-    if tiles is not None:
-        block = checked_block(tiles, granularity, block, shape, name)
+    quantized = quantize_fn(param) if quantize_fn is not None else None
+    tiles = operand = None
+    if isinstance(quantized, OperandFormat):
+        operand = checked_operand(quantized, param, placement, name, extension=extension)
+        block = checked_block_of_operand(operand, granularity, block, shape, name)
+    else:
+        tiles = checked_tiles(quantized, param, placement, name, extension=extension)
+        if tiles is not None:
+            block = checked_block(tiles, granularity, block, shape, name)
     if placement is not None:
         block = block_on_inner_axes(placement, block)
     whole = granularity if isinstance(granularity, Whole) else None
     made = FSDPParam(
         name, param, named.locations, block, param_mesh, placement, tiles,
-        extension=extension, whole=whole, grad_dtype=grad_dtype_of(param),
+        extension=extension, whole=whole, operand=operand, grad_dtype=grad_dtype_of(param),
     )  # fmt: skip
     if extension:
         _check_chunks(made, param_mesh, granularity)

@@ -200,7 +200,7 @@ class FSDPParamGroup(ABC):
             f"{'trained' if trained else 'frozen'}, "
             f"reshard_after_forward={self.reshard_after_forward}"
             + ("" if self.options.roles is None else f", {self.options.roles}")
-            + "".join(f", {p.name!r} in {p.tiles}" for p in self.params if p.tiles is not None)
+            + "".join(param.describe_form() for param in self.params)
         )
 
     def _waits_for_(self) -> str:
@@ -210,11 +210,13 @@ class FSDPParamGroup(ABC):
     # Unshard and reshard.
 
     def unshard(self, *, for_backward: bool = False) -> None:
-        """Starts the all-gather, unless it is in flight or parameters are unsharded."""
-        if self.is_unsharded or self.all_gather.in_flight:
+        """Starts the all-gather, unless one is in flight or nothing is missing."""
+        is_complete = self.is_unsharded and self.all_gather.is_complete(for_backward=for_backward)
+        if is_complete or self.all_gather.in_flight:
             return
-        self._check_registered()
-        self._check_materialized()
+        if not self.is_unsharded:
+            self._check_registered()
+            self._check_materialized()
         if self.reduce_scatter.reuses_memory:  # of an earlier backward through the modules
             self.reduce_scatter.wait()
         with group_stage(GroupStage.ALL_GATHER, self.all_gather):
@@ -222,9 +224,11 @@ class FSDPParamGroup(ABC):
 
     def wait_for_unshard(self) -> None:
         """Waits for the all-gather, and registers the unsharded parameters on the modules."""
-        if self.is_unsharded or not self.all_gather.in_flight:
+        if not self.all_gather.in_flight:
             return
         self._wait_for_all_gather()
+        if self.is_unsharded:  # what was missing was gathered
+            return
         for param in self.params:
             assert param.unsharded_param is not None
             param.set_on_modules(param.unsharded_param)
@@ -502,7 +506,7 @@ class PlannedParamGroup(FSDPParamGroup):
 
     def _new_replica_gather(self, dtype: torch.dtype, *, on_meta: bool) -> ReplicaGather:
         """Allocates the shard that replicas have in common between steps, for HFSDP."""
-        quantized = any(param.tiles is not None for param in self.params)
+        quantized = any(param.gathered_as is not None for param in self.params)
         shard = DBuffer(
             self._buffers.layout, self.mesh, sharded_placements(self.mesh),
             dtype if quantized else self.dtypes.compute,
@@ -517,7 +521,7 @@ class PlannedParamGroup(FSDPParamGroup):
                 self.shard, self.params, self._buffers, self.dtypes.compute, self.streams,
                 self.changes,
             )  # fmt: skip
-        quantized = any(param.tiles is not None for param in self.params)
+        quantized = any(param.gathered_as is not None for param in self.params)
         kind = QuantizedAllGather if quantized else PlannedAllGather
         return kind(
             self.shard if self._replicas is None else self._replicas.shard,

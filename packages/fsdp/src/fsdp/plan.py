@@ -18,7 +18,12 @@ from fsdp.mesh import checked_reshard
 from fsdp.mesh.granularity import Block, Granularity, Rows, Whole, block_size
 from fsdp.mesh.roles import named_roles
 from fsdp.param_group import FSDPParamGroup
-from fsdp.quantized.arguments import check_axes_of_tiles, checked_block, checked_tiles
+from fsdp.quantized.arguments import (
+    check_axes_of_tiles,
+    checked_block,
+    checked_tiles,
+    keeps_operand,
+)
 from fsdp.quantized.tiles import Tiles
 from fsdp.state import state_of
 from fused_comm.narrow_sums import checked_send_dtype
@@ -108,6 +113,12 @@ class _FullyShard:
             is_uneven = even_shape(param.shape, ranks, placements) is None
             check_axes_of_tiles(tiles, param, shape, placements, name, is_uneven=is_uneven)
             checked_block(tiles, granularity, block, shape, name)
+
+    def keeps_blocks(
+        self, granularity: Granularity | None, block: int, shape: Sequence[int]
+    ) -> bool:
+        """Returns whether a granularity splits no block of so many elements of a parameter."""
+        return keeps_operand(block, block_size(granularity, tuple(shape), "weight"), shape)
 
     def __call__(
         self,

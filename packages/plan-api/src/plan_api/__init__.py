@@ -20,6 +20,7 @@ from plan_api.ops.low_precision.recipes import (
     Float8Rowwise,
     Float8Tensorwise,
 )
+from plan_api.ops.low_precision.weights import GatheredOperand
 from plan_api.ops.redistribute import redistribute
 from plan_api.ops.routers.capacity import limit_expert_capacity
 from plan_api.ops.routers.z_loss import RouterZLoss, add_router_z_loss
@@ -42,6 +43,7 @@ __all__ = [
     "Float8Block",
     "Float8Rowwise",
     "Float8Tensorwise",
+    "GatheredOperand",
     "Installed",
     "Lowered",
     "Phase",

@@ -165,6 +165,48 @@ def test_data_parallel_gradients_have_the_bits_of_accumulated_microbatches():
     run_ranks(check, 2, timeout=240)
 
 
+def _gather_of_pair(recipe, mode, options):
+    """Gradients, the bytes that forward gathers, and the values of parameters."""
+    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), dist.get_rank()
+    plan = Plan(mesh).redistribute("<in>", R, Shard(0)).precision(".*", recipe)
+    plan.annotate(r".*\.grad", P)
+    for path in ("up", "down", ""):
+        plan.fully_shard(path, "dp", **options)
+    model = parallelize(_pair(), plan, mode=mode, guard_steps=0)
+    x, grad = _data(4, 20)
+    with CommLog() as log:
+        y = model(x)
+    (y.to_local() if isinstance(y, DTensor) else y).backward(grad.chunk(2)[rank])
+    sent = sum(call.input_bytes for call in log.calls if call.op in ("send", "all_gather"))
+    return _gradients(model), sent, installed(model).lowered.shard_values
+
+
+@pytest.mark.ranks
+@quiet
+def test_weights_are_gathered_as_operands_where_granularities_keep_their_blocks():
+    from fsdp import Block, Rows
+
+    def check():
+        for mode in ("eager", "static"):
+            for recipe in RECIPES:
+                grads, sent, values = _gather_of_pair(recipe, mode, {})
+                assert {name: str(one) for name, one in values.items()} == {
+                    f"{name}.weight": f"operand={recipe}" for name in ("up", "down")
+                }
+                # Rows of 31 elements split rows of 32 and of 64.
+                plain, plainly_sent, values = _gather_of_pair(
+                    recipe, mode, {"granularity": Block(31)}
+                )
+                assert all(one.operand is None for one in values.values())
+                _assert_equal(grads, plain)
+                # Weights of 4096 elements, beside biases of 96 and scales of few elements.
+                assert sent < 0.45 * plainly_sent
+            kept = _gather_of_pair(RECIPES[2], mode, {"granularity": Rows(16)})[2]
+            assert kept["up.weight"].operand == RECIPES[2]
+
+    run_ranks(check, 2, timeout=240)
+
+
 def _pair_plan(mesh):
     plan = Plan(mesh)
     plan.shard(r"up\.(weight|bias)", Shard(0), "tp").shard(r"down\.weight", Shard(1), "tp")

@@ -38,6 +38,10 @@ class GroupAllGather(Protocol):
         """The memory of all unsharded parameters; None where they have none in common."""
         ...
 
+    def is_complete(self, *, for_backward: bool) -> bool:
+        """Returns whether unsharded parameters have all that this pass computes with."""
+        ...
+
     def start(self, *, for_backward: bool) -> None:
         """Issues the all-gather; for backward, from the post-forward shards if there are any."""
         ...
@@ -109,6 +113,10 @@ class PlannedAllGather:
         """Implements `GroupAllGather`."""
         return None if self._buffer is None else self._buffer.memory
 
+    def is_complete(self, *, for_backward: bool) -> bool:
+        """Implements `GroupAllGather`."""
+        return True
+
     def start(self, *, for_backward: bool) -> None:
         """Implements `GroupAllGather`; memory is allocated on the all-gather stream."""
         streams, post_forward = self.streams, self._post_forward
@@ -119,14 +127,11 @@ class PlannedAllGather:
             self.free_post_forward_shard()
             if self.updates is not None:
                 self.updates.gather(for_backward=for_backward)
-            if self._buffer is None:
-                self._buffer = self._new_buffer()
-                if self.post_forward_mesh is not None:
-                    self._post_forward = PostForwardShard(
-                        self._buffer, self.post_forward_mesh, self._buffers
-                    )
-            else:
-                self._buffer.acquire()
+            self._buffer = self._acquire_buffer(for_backward=for_backward)
+            if self.post_forward_mesh is not None and self._post_forward is None:
+                self._post_forward = PostForwardShard(
+                    self._buffer, self.post_forward_mesh, self._buffers
+                )
             source = self._copy_in(self._buffer)
             self._handle = self._buffer.all_gather_(source, async_op=True)
             # Behind it: on one rank it is a copy on this stream, and its handle waits for nothing.
@@ -139,10 +144,10 @@ class PlannedAllGather:
         self.streams.wait(self._copied_in)
         self._handle.wait()
         self._handle = self._copied_in = None
-        unsharded = self._copy_out(self._buffer)
+        self._copy_out(self._buffer)
         for i, param in enumerate(self._params):
             if param.unsharded_param is None:
-                param.init_unsharded_param(unsharded.view(i))
+                param.init_unsharded_param(self._unsharded_tensor(i))
             param.sync_requires_grad()
 
     def free(self, *, after_forward: bool, keep_storage: bool) -> None:
@@ -159,11 +164,18 @@ class PlannedAllGather:
         if self._post_forward is not None:
             self._post_forward.free()
 
-    # What `QuantizedAllGather` does otherwise.
-
     def _new_buffer(self) -> DBuffer:
         """Allocates the buffer of the collective."""
         return self._buffers.full_buffer(self._dtype)
+
+    # What `QuantizedAllGather` does otherwise.
+
+    def _acquire_buffer(self, *, for_backward: bool) -> DBuffer:
+        """Returns the buffer of the collective, allocated."""
+        if self._buffer is None:
+            return self._new_buffer()
+        self._buffer.acquire()
+        return self._buffer
 
     def _copy_in(self, buffer: DBuffer) -> DBuffer | None:
         """Returns the buffer to gather from; None where this rank's shard was copied in."""
@@ -173,9 +185,13 @@ class PlannedAllGather:
         buffer.copy_(shard, non_blocking=True)  # cast, or moved from the host, into place
         return None
 
-    def _copy_out(self, buffer: DBuffer) -> DBuffer:
-        """Returns the buffer of the unsharded parameters, once the collective has ended."""
-        return buffer
+    def _copy_out(self, buffer: DBuffer) -> None:
+        """Makes the unsharded parameters, once the collective has ended."""
+
+    def _unsharded_tensor(self, i: int) -> torch.Tensor:
+        """Returns what the unsharded parameter is made of."""
+        assert self._buffer is not None
+        return self._buffer.view(i)
 
 
 class PostForwardShard:

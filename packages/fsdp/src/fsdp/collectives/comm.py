@@ -229,6 +229,7 @@ class BufferSpec:
         dtype: torch.dtype,
         layout: Layout | None = None,
         memory: BufferMemory | None = None,
+        params: Sequence[int] | None = None,
     ) -> DBuffer:
         """Returns a buffer with room for all shards, sharded, on the device that computes.
 
@@ -236,11 +237,15 @@ class BufferSpec:
             dtype: of its content.
             layout: where it is another than the group's.
             memory: which no buffer uses; by default new memory of its own.
+            params: the numbers of the parameters that a layout of some of them has; None: tensors
+                of another layout are no parameters.
         """
+        inner = self.inner if layout is None else {}
+        if layout is not None and params is not None:
+            inner = {n: self.inner[i] for n, i in enumerate(params) if i in self.inner}
         return DBuffer(
             layout or self.layout, self.mesh, sharded_placements(self.mesh), dtype, self.device,
-            full=True, strategy=self.collectives, inner=self.inner if layout is None else None,
-            memory=memory, name=self.names,
+            full=True, strategy=self.collectives, inner=inner, memory=memory, name=self.names,
         )  # fmt: skip
 
     def over_replicas(self, buffer: DBuffer) -> DBuffer:

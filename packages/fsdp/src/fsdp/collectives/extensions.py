@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from dbuffer import DBuffer, Handle, ResizableMemory
 from fsdp.collectives.comm import BufferSpec, CommStreams
 from fsdp.mesh import sharded_placements
 from fsdp.param import RELEASE_HOOK, FSDPParam, chunk_rows
+from fsdp.quantized.operands import TensorFormat
 from ragged_shard.planner import Layout, TensorSpec
 
 __all__ = ["ExtensionAllGather", "chunk_layout", "local_chunk"]
@@ -58,18 +58,6 @@ def chunk_layout(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _TensorFormat:
-    """The shape and dtype of a tensor that ``fsdp_pre_all_gather`` returned."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 class ExtensionAllGather:
     """Implements `GroupAllGather` by ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
@@ -101,7 +89,7 @@ class ExtensionAllGather:
         self._mp_policy, self.streams = mp_policy, streams
         axis = buffers.mesh.ndim - 1
         self._rank, self._ranks = buffers.mesh.get_local_rank(axis), buffers.mesh.size(axis)
-        self._formats: list[list[_TensorFormat]] = []  # of each parameter's tensors, once known
+        self._formats: list[list[TensorFormat]] = []  # of each parameter's tensors, once known
         self._buffer: DBuffer | None = None  # uint8, a tensor for each rank and gathered tensor
         self._outputs: list[ResizableMemory] = []  # each gathered tensor, of all ranks
         # that fsdp_post_all_gather returned, for each parameter
@@ -118,6 +106,10 @@ class ExtensionAllGather:
     @property
     def memory(self) -> None:
         """Implements `GroupAllGather`: each gathered tensor has its own."""
+
+    def is_complete(self, *, for_backward: bool) -> bool:
+        """Implements `GroupAllGather`."""
+        return True
 
     def start(self, *, for_backward: bool) -> None:
         """Implements `GroupAllGather`."""
@@ -205,7 +197,7 @@ class ExtensionAllGather:
             RuntimeError: they have other shapes or dtypes than at first.
         """
         params, ranks = self._params, self._ranks
-        formats = [[_TensorFormat(tuple(t.shape), t.dtype) for t in tensors] for tensors in inputs]
+        formats = [[TensorFormat(tuple(t.shape), t.dtype) for t in tensors] for tensors in inputs]
         if self._buffer is None:
             self._formats = formats
             named = [
@@ -227,7 +219,7 @@ class ExtensionAllGather:
             self._buffer.acquire()
         return self._buffer
 
-    def _gathered(self, output: ResizableMemory, form: _TensorFormat) -> torch.Tensor:
+    def _gathered(self, output: ResizableMemory, form: TensorFormat) -> torch.Tensor:
         """Returns the tensors of all ranks, concatenated along dim 0."""
         shape = (self._ranks * form.shape[0], *form.shape[1:])
         return output.bytes.view(form.dtype).view(shape)

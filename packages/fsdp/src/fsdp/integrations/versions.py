@@ -44,6 +44,7 @@ TESTED: Mapping[str, VersionRange] = MappingProxyType(
         "accelerate": _only(1, 15),
         "lightning": _only(2, 6),
         "peft": _only(0, 21),
+        "torchao": _only(0, 18),
         "torchtitan": _only(0, 3),
         "transformers": _only(5, 23),
         "trl": _only(1, 16),

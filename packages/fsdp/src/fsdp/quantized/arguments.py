@@ -8,10 +8,18 @@ import torch
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp.mesh import ParamPlacement
+from fsdp.quantized.operands import OperandFormat
 from fsdp.quantized.tiles import Tiles
 from ragged_shard import InterleavedShard, dim_of
 
-__all__ = ["check_axes_of_tiles", "checked_block", "checked_tiles"]
+__all__ = [
+    "check_axes_of_tiles",
+    "checked_block",
+    "checked_block_of_operand",
+    "checked_operand",
+    "checked_tiles",
+    "keeps_operand",
+]
 
 
 def checked_tiles(
@@ -39,7 +47,8 @@ def checked_tiles(
         return None
     if not isinstance(tiles, Tiles):
         raise ValueError(
-            f"fully_shard: quantize_fn: expected Tiles(...) or None for {name!r}, got {tiles!r}"
+            f"fully_shard: quantize_fn: expected Tiles(...), an OperandFormat or None for "
+            f"{name!r}, got {tiles!r}"
         )
     if param.ndim < 2 or not param.is_floating_point():
         raise ValueError(
@@ -58,6 +67,74 @@ def checked_tiles(
         is_uneven=placement.is_uneven,
     )  # fmt: skip
     return tiles
+
+
+def checked_operand(
+    form: OperandFormat,
+    param: torch.Tensor,
+    placement: ParamPlacement | None,
+    name: str,
+    *,
+    extension: bool,
+) -> OperandFormat:
+    """Returns the format of an operand.
+
+    Args:
+        form: what a ``quantize_fn`` returned.
+        param: the original parameter.
+        placement: of a DTensor.
+        name: of the parameter, for errors.
+        extension: whether the parameter has ``fsdp_pre_all_gather``.
+
+    Raises:
+        ValueError: the parameter is no matrix of floats, has ``fsdp_pre_all_gather``, or other axes
+            give ranks parts of different sizes.
+    """
+    found = None
+    if param.ndim != 2 or not param.is_floating_point():
+        found = f"a {param.dtype} of {tuple(param.shape)}"
+    elif extension:
+        found = f"a {type(param.data).__name__} with fsdp_pre_all_gather"
+    elif placement is not None and placement.is_uneven:
+        found = "of which other axes have parts of different sizes"
+    if found is not None:
+        raise ValueError(
+            f"fully_shard: quantize_fn: expected a matrix of floats with equal parts on other axes "
+            f"for {form}, got {name!r}, {found}; return None for it"
+        )
+    return form
+
+
+def checked_block_of_operand(
+    form: OperandFormat, granularity: object, block: int, shape: tuple[int, ...], name: str
+) -> int:
+    """Returns the block of an operand: one or more of the runs that share a scale.
+
+    Args:
+        form: of the operand.
+        granularity: what a ``shard_placement_fn`` returned; None leaves it to the format.
+        block: elements of the granularity.
+        shape: of this rank's part of the unsharded parameter.
+        name: of the parameter, for errors.
+
+    Raises:
+        ValueError: the granularity splits these runs.
+    """
+    of_form = form.block(shape)
+    if granularity is None:
+        return of_form
+    if not keeps_operand(of_form, block, shape):
+        raise ValueError(
+            f"fully_shard: shard_placement_fn gave {granularity!r} for {name!r} of {shape}, which "
+            f"splits the rows of {form}; expected None, Rows({of_form // shape[-1]}), a multiple "
+            f"of it, or Whole()"
+        )
+    return block
+
+
+def keeps_operand(of_form: int, block: int, shape: Sequence[int]) -> bool:
+    """Returns whether blocks of a granularity split no block of a format."""
+    return not block % of_form or block == max(1, torch.Size(shape).numel())
 
 
 def check_axes_of_tiles(

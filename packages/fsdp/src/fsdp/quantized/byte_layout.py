@@ -7,16 +7,23 @@ all ranks follow each other, and are as large as the largest.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from fsdp.quantized.operands import Direction, OperandFormat, TensorFormat
 from fsdp.quantized.tiles import Tiles
 from ragged_shard.planner import Layout, TensorSpec
 
-__all__ = ["ByteLayout", "ParamFormat", "SentPart", "byte_layout_of"]
+__all__ = [
+    "ALIGNMENT",
+    "ByteLayout",
+    "ParamFormat",
+    "SentPart",
+    "byte_layout_of",
+    "layout_of_some",
+]
 
 ALIGNMENT = 16  # bytes, of which a tensor's begin is a multiple
 
@@ -28,12 +35,34 @@ class ParamFormat:
     Attributes:
         dtype: if it is not quantized.
         shape: of the parameter.
-        tiles: None if it is not quantized.
+        tiles: None if it has none.
+        operand: None if it is no operand of low-precision products.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     tiles: Tiles | None
+    operand: OperandFormat | None = None
+
+    def tensors(self, numel: int, direction: Direction) -> tuple[TensorFormat, ...]:
+        """Returns what is sent of a part of so many elements."""
+        if self.operand is not None:
+            columns = self.shape[-1]
+            sent = self.operand.tensors((numel // columns, columns), direction)
+            return tuple(TensorFormat(tuple(one.shape), one.dtype) for one in sent)
+        if self.tiles is None:
+            return (TensorFormat((numel,), self.dtype),)
+        shape = self.tiles.matrices(numel, self.shape)
+        scales = TensorFormat(self.tiles.grid(shape), torch.float32)
+        return TensorFormat(shape, self.tiles.dtype), scales
+
+
+@dataclass(frozen=True)
+class SentTensor:
+    """A tensor that is sent: its number in the layout of bytes, and its form."""
+
+    number: int
+    form: TensorFormat
 
 
 @dataclass(frozen=True)
@@ -43,18 +72,16 @@ class SentPart:
     Attributes:
         param: its number in the group.
         rank: that sends it.
-        begin: of its elements in the group's buffer.
+        begin: of its elements in the parameter.
         numel: how many, at least one.
-        values: number of the tensor of codes, or of elements, in the layout of bytes.
-        scales: number of the tensor of scales; None if it is not quantized.
+        tensors: what is sent.
     """
 
     param: int
     rank: int
     begin: int
     numel: int
-    values: int
-    scales: int | None
+    tensors: tuple[SentTensor, ...]
 
 
 @dataclass(frozen=True)
@@ -65,42 +92,63 @@ class ByteLayout:
     parts: tuple[SentPart, ...]
 
 
-def byte_layout_of(layout: Layout, formats: Sequence[ParamFormat]) -> ByteLayout:
+def byte_layout_of(
+    layout: Layout,
+    formats: Sequence[ParamFormat],
+    direction: Direction = "forward",
+    only: Sequence[int] | None = None,
+) -> ByteLayout:
     """Returns what is sent of a group; it is the same on every rank.
 
     Args:
-        layout: of the group, whose rank boundaries split no tile.
+        layout: of the group, whose rank boundaries split no tile, and no row of an operand.
         formats: of its parameters, in order.
+        direction: of the products that take operands.
+        only: the numbers of the parameters that are sent; None: all.
     """
     specs: list[TensorSpec] = []
     offsets: list[tuple[int, int]] = []  # of each tensor: rank, and offset in its chunk
     parts: list[SentPart] = []
     largest = 0
-
-    def append(name: str, rank: int, offset: int, nbytes: int) -> int:
-        specs.append(TensorSpec(f"{name}[{rank}]", nbytes))
-        offsets.append((rank, offset))
-        return offset + -(-nbytes // ALIGNMENT) * ALIGNMENT
-
     for rank in range(layout.world_size):
         end = 0
         for part in layout.parts(rank):
-            form, numel = formats[part.tensor], part.interval.size
-            name, values, scales = layout.specs[part.tensor].name, len(specs), None
-            if form.tiles is None:
-                end = append(name, rank, end, numel * form.dtype.itemsize)
-            else:
-                grid = form.tiles.grid(form.tiles.matrices(numel, form.shape))
-                end = append(f"{name}, codes", rank, end, numel)
-                scales = len(specs)
-                end = append(f"{name}, scales", rank, end, math.prod(grid) * 4)
-            begin = rank * layout.shard_size + part.offset
-            parts.append(SentPart(part.tensor, rank, begin, numel, values, scales))
+            if only is not None and part.tensor not in only:
+                continue
+            numel, name = part.interval.size, layout.specs[part.tensor].name
+            sent = []
+            for number, form in enumerate(formats[part.tensor].tensors(numel, direction)):
+                sent.append(SentTensor(len(specs), form))
+                specs.append(TensorSpec(f"{name}, {number}[{rank}]", form.nbytes))
+                offsets.append((rank, end))
+                end += -(-form.nbytes // ALIGNMENT) * ALIGNMENT
+            begin = rank * layout.shard_size + part.offset - layout.starts[part.tensor]
+            parts.append(SentPart(part.tensor, rank, begin, numel, tuple(sent)))
         largest = max(largest, end)
-    made = Layout(
-        tuple(specs), layout.world_size, ALIGNMENT, align_starts=True,
-        order=tuple(range(len(specs))),
-        starts=tuple(rank * largest + offset for rank, offset in offsets),
-        shard_size=largest, proved_lower_bound=0, exact=False,
+    starts = tuple(rank * largest + offset for rank, offset in offsets)
+    return ByteLayout(_placed(specs, layout.world_size, starts, largest), tuple(parts))
+
+
+def layout_of_some(layout: Layout, only: Sequence[int]) -> Layout:
+    """Returns a layout of some tensors of a group, for memory that all of them have room in.
+
+    Args:
+        layout: of the group.
+        only: the numbers of the tensors.
+    """
+    specs = [layout.specs[number] for number in only]
+    starts, end = [], 0
+    for spec in specs:
+        starts.append(end)
+        end += -(-spec.numel // ALIGNMENT) * ALIGNMENT
+    size = -(-end // (layout.world_size * ALIGNMENT)) * ALIGNMENT
+    return _placed(specs, layout.world_size, tuple(starts), size)
+
+
+def _placed(
+    specs: Sequence[TensorSpec], ranks: int, starts: tuple[int, ...], shard_size: int
+) -> Layout:
+    return Layout(
+        tuple(specs), ranks, ALIGNMENT, align_starts=True, order=tuple(range(len(specs))),
+        starts=starts, shard_size=shard_size, proved_lower_bound=0, exact=False,
     )  # fmt: skip
-    return ByteLayout(made, tuple(parts))

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.lowering.model_names import is_inside
+from plan_api.ops.low_precision.recipes import Recipe
 from plan_api.spec.entry import Entry
 from plan_api.spec.placements import format_placement
 from plan_api.spec.policies import PolicyValue
@@ -362,13 +363,19 @@ class ShardValues:
     Attributes:
         granularity: of its shards; None is the package's default.
         quantize: the form in which it is gathered; None: as it is.
+        operand: the recipe in whose operands it is gathered; None: no products take these.
     """
 
     granularity: PolicyValue | None = None
     quantize: PolicyValue | None = None
+    operand: Recipe | None = None
 
     def __str__(self) -> str:
-        shown = {"granularity": self.granularity, "quantize": self.quantize}
+        shown = {
+            "granularity": self.granularity,
+            "quantize": self.quantize,
+            "operand": self.operand,
+        }
         return ", ".join(f"{name}={one}" for name, one in shown.items() if one is not None)
 
 

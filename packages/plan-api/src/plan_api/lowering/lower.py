@@ -21,6 +21,7 @@ from plan_api.lowering.expert_indices import expert_indices
 from plan_api.lowering.fully_shard import values_of_parameters
 from plan_api.lowering.ir import EntryRef, FullyShard, HookPoint, Lowered, Op, OpKind, Override
 from plan_api.lowering.model_names import is_inside, named_state, resolve_argument, suggest_names
+from plan_api.lowering.operands import values_with_operands
 from plan_api.lowering.passes import fuse, phase_placements, resolve_overrides, schedules
 from plan_api.lowering.policies import check_compiled, check_recomputed, resolve_policies
 from plan_api.lowering.precision import resolve_precision
@@ -95,6 +96,9 @@ def lower(
     compiled = resolve_policies(plan, model, EntryKind.COMPILE)
     check_compiled(compiled, recomputed, fully_sharded, placed, ops)
     precisions = resolve_precision(plan.entries, model, placed, plan.mesh, mode)
+    values = values_with_operands(
+        values, model, precisions, compiled, fully_sharded, placed, plan.mesh
+    )
     validate(model, ops, placed, fully_sharded, values, plan.mesh, of_stage=plan.of_stage)
     return Lowered(
         tuple(ops),

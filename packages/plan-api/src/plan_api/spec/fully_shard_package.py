@@ -30,7 +30,9 @@ def find_fully_shard(what: str) -> Callable[..., Any]:
     ``ranks`` that of the ranks over which one copy is sharded, and ``other_axes`` has the names of
     the axes that the plan has beside them. Its ``check_values(name, param, placements, ranks,
     granularity=, quantize=)`` raises for values that a parameter cannot have, which has these
-    placements on other axes of so many ranks.
+    placements on other axes of so many ranks. ``quantize_fn`` may also return a
+    `GatheredOperand`, of blocks that no rank boundary may split; ``keeps_blocks(granularity,
+    block, shape)`` says whether a granularity splits none.
 
     Static mode adds ``grad_placements_fn=``, which returns the placements of a parameter's gradient
     (modules compute with its local tensor then), or None (with the DTensor). ``unsharded(model)``

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from plan_api.ops.low_precision.products import choose_kernels, multiply
 from plan_api.ops.low_precision.quantize import Quantized, amax_of, quantize, scales_of
 from plan_api.ops.low_precision.recipes import Recipe, Scaling
+from plan_api.ops.low_precision.weights import QuantizedWeight
 
 __all__ = ["FeatureGroups", "LowPrecision", "low_precision_linear"]
 
@@ -76,7 +77,7 @@ def low_precision_linear(
     Args:
         x: (..., K), of the dtype of the output; under autocast it is cast to its dtype.
         weight: (N, K); it is cast to the dtype of ``x`` before it is quantized. Its gradient has
-            its own dtype.
+            its own dtype. A `QuantizedWeight` is quantized already, with the same recipe.
         bias: (N,) or None; it is added in the dtype of the output.
         precision: the recipe. N and K are multiples of its `Recipe.feature_block`; tokens are
             padded with zeros.
@@ -108,17 +109,23 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         scalings = precision.recipe.output
         tokens = x.reshape(-1, x.shape[-1])
-        left, right = _quantize_together(
-            _Operand(tokens, scalings.left, inner=groups.inputs),
-            _Operand(weight.to(x.dtype), scalings.right, groups.outputs, groups.inputs),
-        )
+        # It is not saved: FSDP frees and fills the operands of the same object.
+        ctx.gathered = gathered = weight if isinstance(weight, QuantizedWeight) else None
+        operands = [_Operand(tokens, scalings.left, inner=groups.inputs)]
+        if gathered is None:
+            matrix = weight.to(x.dtype)
+            operands.append(_Operand(matrix, scalings.right, groups.outputs, groups.inputs))
+        left, *others = _quantize_together(*operands)
+        right = gathered.of_output() if gathered is not None else others[0]
         y = multiply(left, right, x.dtype, precision.kernels)
         ctx.precision, ctx.groups, ctx.shape, ctx.dtype = precision, groups, x.shape, x.dtype
+        ctx.weight_dtype = weight.dtype
         ctx.reuses = scalings.left.is_tensorwise
+        saved = [] if gathered is not None else [weight]
         if ctx.reuses:  # one scale for all products: fewer bytes, and no collective in backward
-            ctx.save_for_backward(left.data, left.scales, weight, right.scales)
+            ctx.save_for_backward(left.data, left.scales, right.scales, *saved)
         else:
-            ctx.save_for_backward(tokens, weight)
+            ctx.save_for_backward(tokens, *saved)
         return y.reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -133,24 +140,28 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch
     recipe, kernels, groups = ctx.precision.recipe, ctx.precision.kernels, ctx.groups
     needs_input, needs_weight = ctx.needs_input_grad[:2]
     of_input, of_weight = recipe.grad_input, recipe.grad_weight
+    gathered: QuantizedWeight | None = ctx.gathered
     if ctx.reuses:
-        data, scales, weight, weight_scales = ctx.saved_tensors
+        data, scales, weight_scales, *saved = ctx.saved_tensors
         (dy_left,) = _quantize_together(_Operand(grad, of_input.left, inner=groups.outputs))
         dx = dw = None
         if needs_input:
-            columns = quantize(weight.to(ctx.dtype).t(), of_input.right, weight_scales)
+            if gathered is not None:
+                columns = gathered.of_grad_input()
+            else:
+                columns = quantize(saved[0].to(ctx.dtype).t(), of_input.right, weight_scales)
             dx = multiply(dy_left, columns, ctx.dtype, kernels).reshape(ctx.shape)
         if needs_weight:
             x_right = Quantized(data, scales, of_weight.right).transposed()
-            dw = multiply(dy_left.transposed(), x_right, weight.dtype, kernels)
+            dw = multiply(dy_left.transposed(), x_right, ctx.weight_dtype, kernels)
         return dx, dw
-    tokens, weight = ctx.saved_tensors
+    tokens, *saved = ctx.saved_tensors
     operands = []
     if needs_input:
-        operands += [
-            _Operand(grad, of_input.left, inner=groups.outputs),
-            _Operand(weight.to(ctx.dtype).t(), of_input.right, groups.inputs, groups.outputs),
-        ]
+        operands.append(_Operand(grad, of_input.left, inner=groups.outputs))
+        if gathered is None:
+            columns = saved[0].to(ctx.dtype).t()
+            operands.append(_Operand(columns, of_input.right, groups.inputs, groups.outputs))
     if needs_weight:
         operands += [
             _Operand(grad.t(), of_weight.left, groups.outputs),
@@ -159,9 +170,11 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch
     quantized = _quantize_together(*operands)
     dx = dw = None
     if needs_input:
-        dx = multiply(next(quantized), next(quantized), ctx.dtype, kernels).reshape(ctx.shape)
+        left = next(quantized)
+        right = gathered.of_grad_input() if gathered is not None else next(quantized)
+        dx = multiply(left, right, ctx.dtype, kernels).reshape(ctx.shape)
     if needs_weight:
-        dw = multiply(next(quantized), next(quantized), weight.dtype, kernels)
+        dw = multiply(next(quantized), next(quantized), ctx.weight_dtype, kernels)
     return dx, dw
 
 

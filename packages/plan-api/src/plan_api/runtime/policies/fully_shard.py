@@ -13,12 +13,11 @@ from torch.distributed.tensor.placement_types import Placement
 from plan_api.lowering.fully_shard import is_sharded_by_plan
 from plan_api.lowering.ir import FullyShard, Schedule, ShardValues
 from plan_api.lowering.model_names import is_inside
+from plan_api.ops.low_precision.weights import GatheredOperand
 from plan_api.spec.fully_shard_package import find_fully_shard
 from plan_api.spec.policies import VALUES, PolicyValue
 
 __all__ = ["apply_fully_shard"]
-
-_ARGUMENTS = {"granularity": "shard_placement_fn", "quantize": "quantize_fn"}
 
 
 def apply_fully_shard(
@@ -54,16 +53,16 @@ def apply_fully_shard(
             for name, value in entry.options
             if name not in VALUES
         }
-        if any(value is not None for name, value in entry.options if name in VALUES):
-            # By the parameters that modules have now: DTensors, which replace those of the plan.
-            of_param = {
-                id(param): values[name]
-                for name, param in model.named_parameters()
-                if name in values
-            }
-            for name in VALUES:
-                if dict(entry.options).get(name) is not None:
-                    options[_ARGUMENTS[name]] = partial(_value_of, of_param, name)
+        # By the parameters that modules have now: DTensors, which replace those of the plan.
+        of_param = {
+            id(param): values[name]
+            for name, param in model.named_parameters()
+            if name in values and is_inside(name, path)
+        }
+        if any(one.granularity is not None for one in of_param.values()):
+            options["shard_placement_fn"] = partial(_granularity_of, of_param)
+        if any(one.quantize is not None or one.operand is not None for one in of_param.values()):
+            options["quantize_fn"] = partial(_form_of, of_param)
         key = entry.axes, options.pop("flat", False), options.pop("replicate", 1)
         if key not in meshes:
             meshes[key] = _mesh_of(entry, mesh)
@@ -79,9 +78,17 @@ def apply_fully_shard(
         fully_shard(model.get_submodule(path), mesh=meshes[key], **options)
 
 
-def _value_of(of_param: Mapping[int, ShardValues], option: str, param: nn.Parameter) -> Any:
-    value = getattr(of_param.get(id(param)), option, None)
+def _granularity_of(of_param: Mapping[int, ShardValues], param: nn.Parameter) -> Any:
+    value = of_param.get(id(param), ShardValues()).granularity
     return None if value is None else value.make()
+
+
+def _form_of(of_param: Mapping[int, ShardValues], param: nn.Parameter) -> Any:
+    """Returns the form in which a parameter is gathered, or None."""
+    values = of_param.get(id(param), ShardValues())
+    if values.operand is not None:
+        return GatheredOperand(values.operand)
+    return None if values.quantize is None else values.quantize.make()
 
 
 def _mesh_of(entry: FullyShard, mesh: DeviceMesh) -> DeviceMesh:

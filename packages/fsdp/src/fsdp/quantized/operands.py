@@ -1,0 +1,120 @@
+"""Weights that are gathered as the operands of low-precision products, and never dequantized.
+
+Note: the terms of this module.
+    operand: a quantized weight as a matrix product takes it, codes and scales.
+    direction: in which a product uses it. A format may have other scales, and so other codes, for
+        the gradient of the input (backward) than for the output (forward); each all-gather has what
+        modules compute with next, and where parameters are unsharded only what is missing.
+    maxima: the largest magnitudes of blocks that several ranks have elements of; they are reduced
+        over the ranks before these quantize their rows. Scales of other blocks are gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+import torch
+
+__all__ = ["Direction", "OperandFormat", "TensorFormat"]
+
+Direction: TypeAlias = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class TensorFormat:
+    """The shape and dtype of a tensor that is gathered."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@runtime_checkable
+class OperandFormat(Protocol):
+    """How a weight (N, K) is quantized on its shard; a ``quantize_fn`` may return one.
+
+    Its ``__str__`` is the same on every rank, which compare it. It is used for one weight.
+    """
+
+    @property
+    def differs_in_backward(self) -> bool:
+        """Whether products of backward take other codes or scales than those of forward."""
+        ...
+
+    def block(self, shape: Sequence[int]) -> int:
+        """Returns the elements of a run that no rank boundary may split: one or more rows."""
+        ...
+
+    def tensors(self, shape: Sequence[int], direction: Direction) -> tuple[torch.Tensor, ...]:
+        """Returns meta tensors like those that rows (n, K) are sent as.
+
+        Those of all ranks are concatenated along dim 0.
+        """
+        ...
+
+    def maxima(self, rows: torch.Tensor, direction: Direction) -> torch.Tensor | None:
+        """Returns fp32 (m,), m for any number of rows, zeros for none; None: all blocks are local.
+
+        Args:
+            rows: (n, K), of the dtype that is quantized.
+            direction: of the products.
+        """
+        ...
+
+    def quantize(
+        self, rows: torch.Tensor, maxima: torch.Tensor | None, direction: Direction
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns the tensors that rows are sent as.
+
+        Args:
+            rows: as of `maxima`; one at least.
+            maxima: the largest of all ranks.
+            direction: of the products.
+        """
+        ...
+
+    def unsharded(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        gather: Callable[[Direction], None],
+    ) -> torch.Tensor:
+        """Returns a tensor (N, K) without memory of its own, which `fill` gives operands.
+
+        Args:
+            shape: of this rank's part along axes of other parallelism.
+            dtype: in which modules compute.
+            device: that computes.
+            gather: gathers the operand of a direction that has none, on all ranks; raises
+                RuntimeError where the weight is sharded.
+        """
+        ...
+
+    def fill(
+        self,
+        weight: torch.Tensor,
+        gathered: Sequence[torch.Tensor],
+        maxima: torch.Tensor | None,
+        direction: Direction,
+    ) -> None:
+        """Makes gathered tensors the operand of a direction; called after each all-gather.
+
+        Args:
+            weight: of `unsharded`.
+            gathered: as of `tensors`, of all rows.
+            maxima: the largest of all ranks.
+            direction: of the products.
+        """
+        ...
+
+    def clear(self, weight: torch.Tensor) -> None:
+        """Drops the operands, whose memory is freed."""
+        ...

@@ -1,0 +1,98 @@
+"""Which weights fully_shard gathers as operands of low-precision products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from plan_api.lowering.fully_shard import entry_for, is_sharded_by_plan
+from plan_api.lowering.ir import FullyShard, ModulePolicy, Schedule, ShardValues
+from plan_api.lowering.model_names import is_inside
+from plan_api.ops.low_precision.recipes import Recipe
+from plan_api.ops.low_precision.weights import GatheredOperand
+from plan_api.spec.fully_shard_package import find_fully_shard
+
+__all__ = ["values_with_operands"]
+
+_KEEP_PARAMETERS = ("ddp", "zero1", "zero2")  # placements of fully_shard that gather no bytes
+
+
+def values_with_operands(
+    values: Mapping[str, ShardValues],
+    model: nn.Module,
+    precisions: Mapping[str, ModulePolicy],
+    compiled: Iterable[str],
+    entries: Mapping[str, FullyShard],
+    schedules: Mapping[str, Schedule],
+    mesh: DeviceMesh,
+) -> dict[str, ShardValues]:
+    """Adds the recipes of weights that are quantized before they are gathered.
+
+    Others are gathered in the dtype of compute, and quantized afterwards, to the same bits: those
+    that other modules use, that the plan shards while they are used, that a granularity would split
+    in blocks with a scale, that stay gathered, or that are in compiled modules; and where backward
+    gathers other bytes than forward, those that are resharded over fewer ranks.
+
+    Args:
+        values: of parameters, by their first names.
+        model: any; it is not changed.
+        precisions: the recipes of linear layers, by path.
+        compiled: the paths of compiled modules.
+        entries: of fully_shard, by path.
+        schedules: of parameters, by their first names.
+        mesh: of the plan.
+    """
+    found = dict(values)
+    compiled = tuple(compiled)
+    for name, recipe in _weights(model, precisions).items():
+        entry, schedule = entry_for(name, entries), schedules.get(name)
+        if entry is None or is_sharded_by_plan(name, entry, schedules, mesh):
+            continue
+        before = values.get(name, ShardValues())
+        is_used_whole = schedule is None or all(one.is_replicate() for one in schedule.run)
+        if (
+            is_used_whole
+            and before.quantize is None
+            and not any(is_inside(name, path) for path in compiled)
+            and _gathers(entry, GatheredOperand(recipe), before, model.get_parameter(name))
+        ):
+            found[name] = replace(before, operand=recipe)
+    return found
+
+
+def _weights(model: nn.Module, precisions: Mapping[str, ModulePolicy]) -> dict[str, Recipe]:
+    """Returns the recipes of weights that all modules that have them multiply by one recipe."""
+    recipes: dict[int, list[Recipe | None]] = {}
+    for path, module in model.named_modules():
+        for key, param in module.named_parameters(recurse=False):
+            policy = precisions.get(path) if key == "weight" else None
+            recipes.setdefault(id(param), []).append(None if policy is None else policy.value)
+    found = {}
+    for name, param in model.named_parameters():
+        first, *others = recipes[id(param)]
+        if first is not None and all(one == first for one in others):
+            found[name] = first
+    return found
+
+
+def _gathers(
+    entry: FullyShard, form: GatheredOperand, values: ShardValues, weight: nn.Parameter
+) -> bool:
+    """Whether the options of an entry let its parameters be gathered in a form."""
+    options: dict[str, Any] = dict(entry.options)
+    if options.get("placements") in _KEEP_PARAMETERS:
+        return False
+    reshards = options.get("reshard_after_forward")
+    if form.differs_in_backward and reshards not in (None, False, True):
+        return False
+    if values.granularity is None:
+        return True
+    package: Any = find_fully_shard(entry.description)
+    keeps: bool = package.keeps_blocks(
+        values.granularity.make(), form.block(weight.shape), weight.shape
+    )
+    return keeps
