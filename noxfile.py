@@ -145,19 +145,24 @@ def examples(session: nox.Session) -> None:
     older = ("fsspec==", "huggingface_hub==", "spmd_types==")
     pins.write_text("".join(line for line in lines if not line.startswith(older)))
     session.install("-c", str(pins), "-r", "examples/requirements.txt")
-    failed = []
-    for script in sorted((ROOT / "examples").glob("*/train.py")):
-        written = results / f"{script.parent.name}.json"
-        try:
-            session.run("python", str(script), *session.posargs, "--json", str(written))
-        except CommandFailed:  # the next example is compared all the same
-            failed.append(script.parent.name)
+    commands = {
+        script.parent.name: (
+            script,
+            *session.posargs,
+            "--json",
+            f"{results}/{script.parent.name}.json",
+        )
+        for script in sorted((ROOT / "examples").glob("*/train.py"))
+    }
     if clone := os.environ.get("ACCELERATE_CLONE"):
-        command = ("examples/accelerate/own_scripts.py", "--accelerate", clone)
+        own_scripts = ("examples/accelerate/own_scripts.py", "--accelerate", clone)
+        commands["accelerate's own scripts"] = own_scripts
+    failed = []
+    for name, command in commands.items():
         try:
-            session.run("python", *command)
-        except CommandFailed:
-            failed.append("accelerate's own scripts")
+            session.run("python", *map(str, command))
+        except CommandFailed:  # the next example is compared all the same
+            failed.append(name)
     if failed:
         session.error(f"these examples fail, or differ from native FSDP2: {failed}")
     if "--tiny" in session.posargs:
