@@ -297,9 +297,7 @@ class _TokenExchanges:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Counts those that are started within the block."""
-        from plan_api.ops.expert_dispatch import rows
-
-        exchanged = rows.exchanged
+        from plan_api.runtime.policies.kept_exchanges import exchanged
 
         def count(start: Callable[[], Tensor]) -> Tensor:
             def start_and_count() -> Tensor:
@@ -308,7 +306,7 @@ class _TokenExchanges:
 
             return exchanged(start_and_count)
 
-        with mock.patch.object(rows, "exchanged", count):
+        with mock.patch("plan_api.ops.expert_dispatch.rows.exchanged", count):
             yield
 
 

@@ -138,8 +138,8 @@ def check_expert_capacity(model: nn.Module, sites: Iterable[Site], mesh: DeviceM
     if not has_expert_capacity(model):
         return
     sites = list(sites)
-    orders = _orders(sites)
-    unordered = [axis for axis in _axes_of_inputs(sites) if axis not in orders]
+    orders = _orders(sites, mesh)
+    unordered = [axis for axis in _axes_of_inputs(sites, mesh) if axis not in orders]
     if unordered:
         raise ValueError(
             f"limit_expert_capacity: expected a plan that shards the model's sequences by "
@@ -161,7 +161,7 @@ def check_expert_capacity(model: nn.Module, sites: Iterable[Site], mesh: DeviceM
             )
 
 
-def _axes_of_inputs(sites: Iterable[Site]) -> list[str]:
+def _axes_of_inputs(sites: Iterable[Site], mesh: DeviceMesh) -> list[str]:
     """Returns the axes along which the sequences that a model takes are sharded."""
     return [
         axis
@@ -170,11 +170,11 @@ def _axes_of_inputs(sites: Iterable[Site]) -> list[str]:
         for step in site.steps
         if step.kind is OpKind.REDIST
         for axis, move in step.moves.items()
-        if _shards_sequence(move.dst)
+        if _shards_sequence(move.dst) and mesh[axis].size() > 1
     ]
 
 
-def _orders(sites: Iterable[Site]) -> dict[str, SequenceOrder]:
+def _orders(sites: Iterable[Site], mesh: DeviceMesh) -> dict[str, SequenceOrder]:
     """Returns the order of tokens along each axis of context parallelism."""
     return {
         axis: dict(move.options)["order"]
@@ -182,6 +182,7 @@ def _orders(sites: Iterable[Site]) -> dict[str, SequenceOrder]:
         for step in site.steps
         if step.kind in (OpKind.ORDER, OpKind.CONTEXT)
         for axis, move in step.moves.items()
+        if mesh[axis].size() > 1
     }
 
 
@@ -195,8 +196,7 @@ def _runs_on_local_tokens(router: str, sites: Iterable[Site], axis: str) -> bool
 
 def _sequences(model: nn.Module, sites: Sequence[Site], mesh: DeviceMesh) -> dict[str, _Sequences]:
     """Returns the ranks that have parts of a router's sequences, by its path."""
-    orders = {axis: one for axis, one in _orders(sites).items() if mesh[axis].size() > 1}
-    if orders:
+    if orders := _orders(sites, mesh):
         ((axis, order),) = orders.items()
         ordered = _Sequences(mesh, axis, SequenceSharding(order, mesh[axis].size()))
         return dict.fromkeys(routers_of(model), ordered)
