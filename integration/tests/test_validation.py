@@ -90,6 +90,11 @@ PAIRS = {
         "--precision none",
     ),
     "precision": (PIPELINE | {"precision": "mxfp8"}, {"pp_degree": 1, "ranks": 1}, "--pp-degree 2"),
+    "overlap": (
+        {"system": "plan", "tp": 2, "ranks": 2, "overlap": "tp", "precision": "mxfp8"},
+        {"precision": "none"},
+        "--precision mxfp8",
+    ),
     "checkpoint_async": ({"checkpoint_async": True}, {"checkpoint_every": 5}, "--checkpoint-every"),
     "keep_checkpoints": (
         {"keep_checkpoints": 2, "final_checkpoint": False},
