@@ -162,7 +162,7 @@ OF_TWO = {
 OF_FOUR = {
     "llama-tiny": [
         FSDP | CP, CP | SP | {"loss_parallel": True}, FSDP | SP | STATIC, {"cp": 4} | STATIC,
-        FSDP | CP | STATIC, {"dp_replicate": 2, "dp_shard": 2},
+        FSDP | CP | STATIC,
     ],
     "qwen3-tiny": [FSDP | CP, CP | SP | STATIC],
     "mixtral-tiny": [
