@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import ScheduleGPipe
 
 from integration.errors import UsageError
 from integration.models.dit import DiffusionLoss, DiT
@@ -15,9 +18,9 @@ from integration.pipeline.split import (
     stage_units,
     tied_parameters,
 )
-from integration.pipeline.stage import stage_output
+from integration.pipeline.stage import Stage, stage_output
 from integration.pipeline.tied import name_as_first
-from testkit import fake_mesh, models
+from testkit import fake_mesh, models, run_ranks
 
 
 def chain(layers):
@@ -156,6 +159,111 @@ def test_stages_of_a_diffusion_model_called_in_turn_have_its_loss():
     batch["noise"] = torch.randn_like(images)
     points = ("model.blocks.1", "model.final_layer")
     torch.testing.assert_close(in_turn(model, points, batch), model(**batch), rtol=0, atol=0)
+
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64,
+    "num_hidden_layers": 3, "use_cache": False, "attn_implementation": "eager",
+}  # fmt: skip
+
+
+def phi():
+    """Phi, with a dropout behind the embedding and a norm of another name than LLaMA's."""
+    torch.manual_seed(0)
+    return transformers.PhiForCausalLM(transformers.PhiConfig(**SMALL)).train()
+
+
+def gpt_neox():
+    """GPT-NeoX, whose base model is no `model`."""
+    torch.manual_seed(0)
+    config = transformers.GPTNeoXConfig(**SMALL | {"hidden_dropout": 0.0})
+    return transformers.GPTNeoXForCausalLM(config).train()
+
+
+@pytest.mark.parametrize(
+    ("make", "first", "last"),
+    [
+        (phi, ("model.embed_tokens", "model.embed_dropout"), ("model.final_layernorm", "lm_head")),
+        (
+            gpt_neox,
+            ("gpt_neox.embed_in", "gpt_neox.emb_dropout"),
+            ("gpt_neox.final_layer_norm", "lm_head"),
+        ),
+    ],
+)
+def test_stages_of_other_decoders_are_those_of_their_pp_plan(make, first, last):
+    model = make()
+    cut = family_of(model).chain(model)
+    assert (cut.inputs, cut.outputs) == (first, last)
+    assert len(cut.layers) == 3
+    ids = torch.arange(24).view(2, 12)
+    batch = {"input_ids": ids, "labels": ids}
+    points = (cut.layers[1], last[0])
+    torch.testing.assert_close(in_turn(model, points, batch), model(**batch).loss, rtol=0, atol=0)
+
+
+def test_a_decoder_with_parameters_outside_of_its_units_is_refused():
+    model = models.llama()
+    model.model.scale = torch.nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"got model\.scale\.weight of Llama.*, which no stage"):
+        family_of(model).chain(model)
+
+
+@pytest.mark.ranks
+def test_a_pipeline_of_a_pp_plan_trains_as_one_device():
+    """Losses, and the gradients of each rank's parameters, of several steps."""
+    steps, ids = 3, torch.arange(96).view(4, 24) % 64
+
+    def train(model, loss_of_step):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trained = []
+        for _ in range(steps):
+            loss = loss_of_step()
+            grads = {name: one.grad.clone() for name, one in model.named_parameters()}
+            trained.append((loss, grads))
+            optimizer.step()
+            optimizer.zero_grad()
+        return trained
+
+    def of_rank():
+        group = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)).get_group()
+        rank, model = group.rank(), phi()
+        family = family_of(model)
+        cut = family.chain(model)
+        part = model_part(model, stage_units(cut, even_split(cut, 2))[rank], cut)
+        family.set_forward(part, first=rank == 0)
+        tokens = torch.empty(2, 24, dtype=torch.int64, device="meta")
+        passed = torch.empty(2, 24, 32, device="meta", requires_grad=True)
+        loss = torch.empty((), device="meta", requires_grad=True)
+        taken, returned = (tokens, passed) if rank == 0 else (passed, loss)
+        stage = Stage(
+            part, rank, 2, torch.device("cpu"), (taken,), (returned,), group=group,
+        )  # fmt: skip
+        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda loss, _: loss)
+
+        def step():
+            losses = []
+            inputs, target = ((ids,), None) if rank == 0 else ((), ids)
+            schedule.step(*inputs, target=target, losses=losses, return_outputs=False, labels=ids)
+            return torch.stack(losses).mean().item() if losses else None
+
+        return train(part, step)
+
+    whole = phi()
+
+    def step():
+        loss = whole(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.item()
+
+    expected = train(whole, step)
+    found = run_ranks(of_rank, 2, timeout=120)
+    for number, (loss, grads) in enumerate(expected):
+        of_ranks = [rank[number] for rank in found]
+        assert [one for one, _ in of_ranks] == [None, pytest.approx(loss, abs=1e-6, rel=0)]
+        parts = [grads_of_rank for _, grads_of_rank in of_ranks]
+        assert all(parts)
+        torch.testing.assert_close(parts[0] | parts[1], grads, atol=1e-6, rtol=1e-4)
 
 
 def test_tied_parameters_are_found_by_the_units_that_share_them():

@@ -17,6 +17,15 @@ from torch import Tensor, nn
 from integration.errors import UsageError
 from integration.pipeline.split import Chain, has_unit
 
+# A transformers model's `_pp_plan` has the names of what its modules take and return, by module.
+_LLAMA_PLAN = {
+    "model.embed_tokens": (["input_ids"], ["inputs_embeds"]),
+    "model.layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+    "model.norm": (["hidden_states"], ["hidden_states"]),
+    "lm_head": (["hidden_states"], ["logits"]),
+}
+_EMBEDDED = {"input_ids", "inputs_embeds"}  # what modules before the layers take
+_HEAD = "lm_head"
 _EMBEDDERS = ("x_embedder", "t_embedder", "y_embedder")
 
 
@@ -71,21 +80,35 @@ class ModelFamily(ABC):
 
 
 class DecoderFamily(ModelFamily):
-    """Hugging Face's decoders, such as LLaMA and Mixtral."""
+    """Hugging Face's decoders, such as LLaMA and Mixtral, by the modules that `_pp_plan` names."""
 
     passed = (PassedTensor("hidden_states", is_sequence=True),)
     sequence_length_matters = True  # positions and masks
 
     def chain(self, model: nn.Module) -> Chain:
-        """Returns embedding, layers, norm and head."""
+        """Returns embedding, layers, norm and head, and what else the model's `_pp_plan` names.
+
+        Raises:
+            UsageError: its loss needs more than the output of the last stage, or it has parameters
+                in modules that are no units.
+        """
         config: Any = model.config
         if getattr(config, "output_router_logits", False):
             raise UsageError(
                 "output_router_logits = True adds a loss of all layers' routers, which the last"
                 " stage of a pipeline does not have; set it to False, or use --pp-degree 1"
             )
-        layers = tuple(f"model.layers.{index}" for index in range(config.num_hidden_layers))
-        return Chain(("model.embed_tokens",), layers, ("model.norm", "lm_head"))
+        chain = _decoder_chain(model)
+        assert chain is not None  # `family_of` has found it
+        units = tuple(f"{unit}." for unit in chain.units)
+        for name, _ in model.named_parameters():
+            if not name.startswith(units):
+                raise UsageError(
+                    f"pipeline: expected parameters in {', '.join(chain.inputs)}, the layers,"
+                    f" {' and '.join(chain.outputs)}, got {name} of {type(model).__name__}, which"
+                    " no stage would have; use --pp-degree 1"
+                )
+        return chain
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Returns the tokens, (batch, sequence) int64."""
@@ -98,7 +121,27 @@ class DecoderFamily(ModelFamily):
     def set_forward(self, part: nn.Module, *, first: bool) -> None:
         """Uses the class's forward, from tokens or hidden states."""
         part.forward = MethodType(_decode_tokens if first else _decode_hidden_states, part)
-        _select_layer_types(part.model)
+        _select_layer_types(_base(part))
+
+
+def _decoder_chain(model: nn.Module) -> Chain | None:
+    """Returns the units of a decoder: by its `_pp_plan`, or by LLaMA's names without one."""
+    plan: Mapping[str, Any] = getattr(model, "_pp_plan", None) or _LLAMA_PLAN
+    modules = dict(model.named_modules())
+    if not plan.keys() <= modules.keys():
+        return None
+    lists = [name for name in plan if isinstance(modules[name], nn.ModuleList)]
+    if len(lists) != 1 or _HEAD not in plan:
+        return None
+    layers = tuple(f"{lists[0]}.{name}" for name, _ in modules[lists[0]].named_children())
+    first = tuple(name for name, (taken, _) in plan.items() if _EMBEDDED & {*taken})
+    rest = tuple(name for name in plan if name not in (*first, *lists, _HEAD))
+    return Chain(first, layers, (*rest, _HEAD))
+
+
+def _base(model: Any) -> Any:
+    """Returns the part of a decoder without its head."""
+    return getattr(model, model.base_model_prefix)
 
 
 def _select_layer_types(model: Any) -> None:
@@ -127,8 +170,8 @@ def _decode_hidden_states(
 
 
 def _decode(model: Any, first: Tensor, labels: Tensor | None, shift_labels: Tensor | None) -> Any:
-    if not has_unit(model, "lm_head"):
-        return model.model(input_ids=first).last_hidden_state
+    if not has_unit(model, _HEAD):
+        return _base(model)(input_ids=first).last_hidden_state
     shifted = {} if shift_labels is None else {"shift_labels": shift_labels}
     return type(model).forward(model, input_ids=first, labels=labels, **shifted)
 
@@ -193,12 +236,12 @@ def family_of(model: nn.Module) -> ModelFamily:
     Raises:
         UsageError: the model belongs to none.
     """
-    names = {name for name, _ in model.named_modules()}
-    if {"model.embed_tokens", "model.layers", "model.norm", "lm_head"} <= names:
+    if _decoder_chain(model) is not None:
         return DecoderFamily()
+    names = {name for name, _ in model.named_modules()}
     if {f"model.{name}" for name in (*_EMBEDDERS, "blocks", "final_layer")} <= names:
         return DiffusionFamily()
     raise UsageError(
-        "pipeline: expected a Hugging Face decoder (model.embed_tokens, model.layers, model.norm,"
+        "pipeline: expected a Hugging Face decoder (with a _pp_plan of embeddings, layers and an"
         f" lm_head) or a DiT, got {type(model).__name__}; use --pp-degree 1"
     )

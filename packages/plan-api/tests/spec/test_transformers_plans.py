@@ -218,9 +218,13 @@ def test_gradients_are_those_of_one_device(axis):
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
-@pytest.mark.parametrize("mode", ["eager", "static"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_dp_x_tp_are_those_of_one_device(family, mode):
+@pytest.mark.parametrize(
+    ("mode", "family"),
+    [("eager", family) for family in FAMILIES]
+    # No static mode is generated for gemma3: it would keep all of the model on DTensors.
+    + [("static", family) for family in FAMILIES if family != "gemma3"],
+)
+def test_gradients_of_dp_x_tp_are_those_of_one_device(mode, family):
     def make():
         return models.nowhere_zero(getattr(models, family)())
 

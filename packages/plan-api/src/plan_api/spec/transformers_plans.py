@@ -277,7 +277,7 @@ def _add_mixtures(
         for name in _unsharded(model, mixtures, rules):
             plan.annotate(rf"{re.escape(name)}\.grad", Partial(), axes.tp)
         plan.redistribute(f"({pattern}).<out:0>", Partial(), Replicate(), axes.tp)
-    along = placements or dict.fromkeys(plan.axes, Replicate())
+    along: dict[str, Placement] = placements or dict.fromkeys(plan.axes, Replicate())
     plan.local(f"({pattern})", [*along.values()], [*along])
 
 
