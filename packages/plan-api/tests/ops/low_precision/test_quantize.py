@@ -109,3 +109,11 @@ def test_no_rows_are_quantized_to_no_rows(scaling):
     rows = scaling.outer if scaling.outer and scaling.outer > 1 else 0
     found = quantized(torch.zeros(rows, 64)[:0], scaling)
     assert found.dequantized().shape[0] == 0
+
+
+@pytest.mark.parametrize("scaling", [Scaling(1, None), Scaling(1, 32), Scaling(32, 32)])
+def test_a_quantized_transpose_is_contiguous(scaling):
+    """So that products of it sum in the order of those of an operand that ranks have gathered."""
+    matrix = torch.arange(64.0 * 32).view(64, 32).t()
+    found = quantize(matrix, scaling, scales_of(amax_of(matrix, scaling), scaling))
+    assert found.data.is_contiguous()

@@ -21,7 +21,8 @@ class Quantized:
     """A quantized matrix.
 
     Attributes:
-        data: (outer, inner), of the scaling's dtype; rows are padded with zeros to whole blocks.
+        data: (outer, inner), of the scaling's dtype; rows are padded with zeros to whole blocks. It
+            is contiguous.
         scales: (blocks of rows, blocks in a row), float32: factors of the elements of ``data``.
         scaling: how it was quantized.
     """
@@ -68,7 +69,9 @@ def quantize(matrix: torch.Tensor, scaling: Scaling, scales: torch.Tensor) -> Qu
     scaled = (blocks.float() / scales[:, None, :, None]).clamp(-largest, largest)
     outer, rows, inner, columns = blocks.shape
     data = scaled.to(scaling.dtype).reshape(outer * rows, inner * columns)
-    return Quantized(data, scales, scaling)
+    # Of a transpose it is not: then products, whose order of sums may depend on strides, have
+    # other bits than those of an operand that was gathered.
+    return Quantized(data.contiguous(), scales, scaling)
 
 
 def scales_of(amax: torch.Tensor, scaling: Scaling) -> torch.Tensor:
