@@ -11,8 +11,9 @@ from integration.device import CPU
 from integration.errors import UsageError
 from integration.train.__main__ import main
 from integration.train.config import TrainConfig
+from integration.train.option_rules import RULES
 from integration.train.session import read_session, write_session
-from integration.train.validation import RULES, validate
+from integration.train.validation import validate
 from testkit import run_python
 
 TEXT = {"model": "llama-tiny"}
@@ -178,7 +179,7 @@ def test_dropout_of_sharded_sequences_needs_dist_rng_on_a_cpu(monkeypatch):
     validate(TrainConfig(**TEXT | CONTEXT))
     with monkeypatch.context() as patch:
         device = replace(CPU, type="cuda")
-        patch.setattr("integration.train.validation.select_device", lambda *_: device)
+        patch.setattr("integration.train.validation.checks.select_device", lambda *_: device)
         with pytest.raises(UsageError, match=r"--dropout 0.1: expected --device cpu with --cp 2"):
             validate(TrainConfig(**TEXT | CONTEXT))
     monkeypatch.setattr(

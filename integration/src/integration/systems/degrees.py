@@ -179,14 +179,7 @@ class Degrees:
         Raises:
             UsageError: names them.
         """
-        if self.ep not in self.fitting_ep:
-            option = "--dp-shard" if self.dp_shard > 1 else "--dp-replicate"
-            equal = f", or --cp {self.cp} times one" if self.cp > 1 else ""
-            equal += f", or the value of --tp, {self.tp}" if self.tp > 1 else ""
-            raise UsageError(
-                f"--ep {self.ep}: expected a divisor of {option} {self._expert_ranks}{equal}, got"
-                f" {self.ep}; --ep {alternatives(self.fitting_ep)} would fit"
-            )
+        self._check_experts()
         total = self.data * self.cp * self.tp
         if total != world_size:
             factors = self._product("dp_replicate", "dp_shard", "cp", "tp")
@@ -208,13 +201,6 @@ class Degrees:
             raise UsageError(
                 f"--cp-method {self.cp_method}: expected --cp of at least 2, got 1; give --cp as"
                 " well, or leave --cp-method out"
-            )
-        if self.ep_chunks > 1 and not self.dispatches_tokens:
-            raise UsageError(
-                f"--ep-chunks {self.ep_chunks}: expected --ep of at least 2 along --dp-shard,"
-                " --dp-replicate, --cp, or --tp with --sp, whose ranks send each other tokens, got"
-                f" --ep {self.ep}{f' along --tp {self.tp}' * (self.ep > 1)}; give one of them as"
-                " well, or leave --ep-chunks out"
             )
         if self.zero3 and (self.dp_shard == 1 or self.dp_replicate > 1):
             raise UsageError(
@@ -240,6 +226,28 @@ class Degrees:
             raise UsageError(
                 f"--zero3: expected --ep 1, as it shards experts too, got --ep {self.ep};"
                 " leave one out"
+            )
+
+    def _check_experts(self) -> None:
+        """Refuses an expert parallel degree that fits no ranks, and chunks that none sends.
+
+        Raises:
+            UsageError: names the degrees that would fit, or the other option.
+        """
+        if self.ep not in self.fitting_ep:
+            option = "--dp-shard" if self.dp_shard > 1 else "--dp-replicate"
+            equal = f", or --cp {self.cp} times one" if self.cp > 1 else ""
+            equal += f", or the value of --tp, {self.tp}" if self.tp > 1 else ""
+            raise UsageError(
+                f"--ep {self.ep}: expected a divisor of {option} {self._expert_ranks}{equal}, got"
+                f" {self.ep}; --ep {alternatives(self.fitting_ep)} would fit"
+            )
+        if self.ep_chunks > 1 and not self.dispatches_tokens:
+            raise UsageError(
+                f"--ep-chunks {self.ep_chunks}: expected --ep of at least 2 along --dp-shard,"
+                " --dp-replicate, --cp, or --tp with --sp, whose ranks send each other tokens, got"
+                f" --ep {self.ep}{f' along --tp {self.tp}' * (self.ep > 1)}; give one of them as"
+                " well, or leave --ep-chunks out"
             )
 
     def _check_overlap(self) -> None:

@@ -201,8 +201,8 @@ def test_weights_are_gathered_as_operands_where_granularities_keep_their_blocks(
                 _assert_equal(grads, plain)
                 # Weights of 4096 elements, beside biases of 96 and scales of few elements.
                 assert sent < 0.45 * plainly_sent
-            kept = _gather_of_pair(RECIPES[2], mode, {"granularity": Rows(16)})[2]
-            assert kept["up.weight"].operand == RECIPES[2]
+            values = _gather_of_pair(RECIPES[2], mode, {"granularity": Rows(16)})[2]
+            assert values["up.weight"].operand == RECIPES[2]
 
     run_ranks(check, 2, timeout=240)
 

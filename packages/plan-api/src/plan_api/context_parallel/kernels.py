@@ -165,9 +165,9 @@ class AttentionKernel(ABC):
 
     def _separate(self, tensor: torch.Tensor) -> torch.Tensor:
         """Undoes `_join`."""
-        if self.has_group_rows:
-            return tensor.unflatten(2, (-1, self._groups)).transpose(2, 3)
-        return tensor.unflatten(1, (-1, self._groups))
+        dim = 2 if self.has_group_rows else 1
+        separated: torch.Tensor = tensor.unflatten(dim, (-1, self._groups))
+        return separated.transpose(2, 3) if self.has_group_rows else separated
 
     def _repeat(self, tensor: torch.Tensor) -> torch.Tensor:
         """Repeats key-value heads for their groups of query heads, if these are joined as heads."""
@@ -179,7 +179,8 @@ class AttentionKernel(ABC):
         """Adds up the gradients of the heads that `_repeat` has repeated."""
         if self.has_group_rows or self._groups == 1:
             return grad
-        return grad.unflatten(1, (-1, self._groups)).sum(2)
+        total: torch.Tensor = grad.unflatten(1, (-1, self._groups)).sum(2)
+        return total
 
     @abstractmethod
     def _forward(

@@ -99,12 +99,10 @@ def values_of_parameters(
         if entry is None or is_sharded_by_plan(name, entry, schedules, mesh):
             continue
         managed[entry].append(name)
-        values = ShardValues(
-            **{
-                option: _value_of(entry, dict(entry.options).get(option), name, param)
-                for option in VALUES
-            }
+        granularity, quantize = (
+            _value_of(entry, dict(entry.options).get(option), name, param) for option in VALUES
         )
+        values = ShardValues(granularity, quantize)
         if values != ShardValues():
             found[name] = values
     if not of_stage:

@@ -210,7 +210,7 @@ class _RingAttention(torch.autograd.Function):
             block = rounds.block(step, received)
             exchange = rounds.exchange(step + 1)
             grad_block = None
-            if block is not None:
+            if block is not None and received is not None:
                 grad_block = torch.zeros_like(received, dtype=dtype)
                 with record_function("ring: compute"):
                     attention.add(block, *rounds.split(grad_block))

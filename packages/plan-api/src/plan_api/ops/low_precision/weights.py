@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -62,13 +62,13 @@ class QuantizedWeight(torch.Tensor):
         operands: _Operands,
     ) -> QuantizedWeight:
         """Makes one that shares operands, which may be filled later."""
-        made: QuantizedWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: QuantizedWeight = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=dtype, device=device
         )
         made.operands = operands
         return made
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Returns its shape, dtype and the operands that it has."""
         return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, {sorted(self.operands.found)})"
 
@@ -87,12 +87,12 @@ class QuantizedWeight(torch.Tensor):
         return self.of_output().dequantized().to(self.dtype)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
-        types: Sequence[type],
+        types: Iterable[type],
         args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Aliases share the operands; other operators get a dequantized tensor."""
         if func in (_aten.detach.default, _aten.alias.default) or (

@@ -1,15 +1,10 @@
-"""Validates the options of a run before a process, a model or a file is created.
-
-An option takes effect or is refused. Refusals are in three places: `RULES` has pairs of options of
-which one disables the other; the checks below depend on attributes of a system or a model; and the
-``check`` of a system validates degrees.
-"""
+"""Checks of options that depend on a system or a model, and the validated run."""
 
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -32,347 +27,15 @@ from integration.train.config import (
 from integration.train.launch.world import declared_world
 from integration.train.measurement.profiling import StepRange
 from integration.train.optimizers import ADAMW
+from integration.train.validation.option_rules import DEFAULTS, RULES, plans_documents, spelled
 
 # Dtypes of mixed precision by the value of --dtype.
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_DEFAULTS = {each.name: each.default for each in fields(TrainConfig)}
-assert MISSING not in _DEFAULTS.values()
-
-
-@dataclass(frozen=True)
-class OptionRule:
-    """A condition under which an option has an effect.
-
-    Attributes:
-        option: field of `TrainConfig` to which the rule applies, unless it has its default.
-        other: field that determines whether the option has an effect.
-        met: whether the option has an effect.
-        expected: the expected value of the other option, as a clause.
-        remedy: what to do if the rule is not met.
-    """
-
-    option: str
-    other: str
-    met: Callable[[TrainConfig], bool]
-    expected: str
-    remedy: str
-
-    def check(self, config: TrainConfig) -> None:
-        """Refuses an option that would have no effect.
-
-        Raises:
-            UsageError: names both options with their values, and the remedy.
-        """
-        if getattr(config, self.option) == _DEFAULTS[self.option] or self.met(config):
-            return
-        raise UsageError(
-            f"{_spelled(config, self.option)}: expected {self.expected}, got"
-            f" {_spelled(config, self.other)}; {self.remedy}"
-        )
-
-
-def _needs_pipeline(option: str) -> OptionRule:
-    return OptionRule(
-        option,
-        "pp_degree",
-        lambda config: config.pp_degree > 1,
-        "--pp-degree of at least 2",
-        f"give --pp-degree as well, or leave {_option(option)} out",
-    )
-
-
-def _option(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
-
-
-def _spelled(config: TrainConfig, field: str) -> str:
-    """Returns the option of a field with its value, as on the command line."""
-    value = getattr(config, field)
-    if isinstance(value, bool):
-        return _option(field) if value else f"--no-{field.replace('_', '-')}"
-    return f"no {_option(field)}" if value is None else f"{_option(field)} {value}"
-
-
-RULES: tuple[OptionRule, ...] = (
-    *map(_needs_pipeline, ("pp_split_points", "pp_schedule", "pp_microbatches")),
-    OptionRule(
-        "placements",
-        "pp_degree",
-        lambda config: config.pp_degree == 1,
-        "--pp-degree 1, as stages keep parameters gathered over their microbatches",
-        "leave either out",
-    ),
-    OptionRule(
-        "data",
-        "model",
-        lambda config: _trains_on_text(config),
-        "a language model, as others have fixed data",
-        "leave --data out, or choose another --model",
-    ),
-    OptionRule(
-        "sequence_length",
-        "model",
-        lambda config: _trains_on_text(config),
-        "a language model, as others have samples of one size",
-        "leave --sequence-length out, or choose another --model",
-    ),
-    OptionRule(
-        "tokenizer",
-        "model",
-        lambda config: _trains_on_text(config),
-        "a language model, as others have no text",
-        "leave --tokenizer out, or choose another --model",
-    ),
-    OptionRule(
-        "plan",
-        "system",
-        lambda config: config.system == "plan",
-        "--system plan",
-        "use that, or leave --plan out",
-    ),
-    OptionRule(
-        "plan",
-        "pp_degree",
-        lambda config: config.pp_degree == 1,
-        "--pp-degree 1, as stages have plans of the zoo",
-        "leave either out",
-    ),
-    OptionRule(
-        "attn_mask_type",
-        "model",
-        lambda config: model_shape(config.model).limits_attention,
-        "a decoder of transformers, which has a mask of documents",
-        "leave --attn-mask-type out, or choose another --model",
-    ),
-    OptionRule(
-        "attn_mask_type",
-        "pp_degree",
-        lambda config: config.pp_degree == 1,
-        "--pp-degree 1, as stages do not get the documents of their microbatches",
-        "leave either out",
-    ),
-    OptionRule(
-        "attn_mask_type",
-        "plan",
-        lambda config: config.plan is None,
-        "a plan of the zoo, in which attention takes the mask",
-        "leave either out",
-    ),
-    OptionRule(
-        "decay_steps",
-        "schedule",
-        lambda config: config.schedule == "linear",
-        "--schedule linear, as a cosine falls over all steps after --warmup-steps",
-        "leave --decay-steps out, or use --schedule linear",
-    ),
-    OptionRule(
-        "min_learning_rate",
-        "schedule",
-        lambda config: config.schedule == "cosine",
-        "--schedule cosine, as a linear decay ends near 0",
-        "give that, or leave --min-learning-rate out",
-    ),
-    OptionRule(
-        "min_learning_rate",
-        "learning_rate",
-        lambda config: config.min_learning_rate <= config.learning_rate,
-        "at most --learning-rate",
-        "give a smaller one, or a larger --learning-rate",
-    ),
-    OptionRule(
-        "eval_every",
-        "eval_samples",
-        lambda config: config.eval_samples > 0,
-        "--eval-samples of at least --global-batch, which are held out",
-        "give --eval-samples as well, or leave --eval-every out",
-    ),
-    OptionRule(
-        "eval_samples",
-        "global_batch",
-        lambda config: config.eval_samples % config.global_batch == 0,
-        "a multiple of --global-batch, as steps of the same size evaluate them",
-        "give such a number, or leave --eval-samples out",
-    ),
-    OptionRule(
-        "init",
-        "init_from",
-        lambda config: config.init_from is None,
-        "no --init-from, which reads all weights, so that none are drawn",
-        "leave --init out",
-    ),
-    OptionRule(
-        "activation_checkpointing_every",
-        "activation_checkpointing",
-        lambda config: config.activation_checkpointing == "selective-layer",
-        "--activation-checkpointing selective-layer",
-        "give that, or leave --activation-checkpointing-every out",
-    ),
-    OptionRule(
-        "activation_checkpointing",
-        "zero3",
-        lambda config: not (config.zero3 and config.activation_checkpointing == "selective-op"),
-        "no --zero3, whose all-gathers in backward selective-op cannot match with forward",
-        "use --activation-checkpointing full, or leave --zero3 out",
-    ),
-    OptionRule(
-        "activation_checkpointing",
-        "system",
-        lambda config: config.system == "plan" or not _keeps_dispatch(config),
-        "--system plan, whose ranks send tokens to experts",
-        "use --activation-checkpointing full",
-    ),
-    OptionRule(
-        "activation_checkpointing",
-        "ep",
-        lambda config: (
-            not _keeps_dispatch(config)
-            or config.plan is not None
-            or degrees_of(config).dispatches_tokens
-        ),
-        "--ep of at least 2 along --dp-shard, --dp-replicate, --cp, or --tp with --sp, whose ranks"
-        " send each other tokens",
-        "give one of them as well, or use --activation-checkpointing full",
-    ),
-    OptionRule(
-        "precision_exclude",
-        "precision",
-        lambda config: config.precision != "none",
-        "--precision with a recipe",
-        "give one, or leave --precision-exclude out",
-    ),
-    OptionRule(
-        "precision",
-        "pp_degree",
-        lambda config: config.pp_degree == 1,
-        "--pp-degree 1, as the plans of stages have no recipes",
-        "leave either out",
-    ),
-    OptionRule(
-        "overlap",
-        "pp_degree",
-        lambda config: config.pp_degree == 1,
-        "--pp-degree 1, as the plans of stages wait for communication at once",
-        "leave either out",
-    ),
-    OptionRule(
-        "overlap",
-        "compile",
-        lambda config: config.compile == "none",
-        "--compile none, as a graph has no sends and receives",
-        "leave either out",
-    ),
-    OptionRule(
-        "overlap",
-        "precision",
-        lambda config: config.precision == "none",
-        "--precision none, as products in low precision are not split",
-        "leave either out",
-    ),
-    OptionRule(
-        "checkpoint_async",
-        "checkpoint_every",
-        lambda config: config.checkpoint_every > 0,
-        "--checkpoint-every of at least 1",
-        "give --checkpoint-every as well, or leave --checkpoint-async out",
-    ),
-    OptionRule(
-        "keep_checkpoints",
-        "final_checkpoint",
-        lambda config: config.checkpoint_every > 0 or config.final_checkpoint,
-        "--checkpoint-every of at least 1 or --final-checkpoint",
-        "give one of them as well, or leave --keep-checkpoints out",
-    ),
-    OptionRule(
-        "compile",
-        "cp",
-        lambda config: config.cp == 1,
-        "--cp 1, as attention over context parallel ranks is not in one graph",
-        "leave either out",
-    ),
-    OptionRule(
-        "compile",
-        "attn_mask_type",
-        lambda config: not _plans_documents(config),
-        "--attn-mask-type causal under plan, as attention within documents is not in one graph",
-        "leave either out",
-    ),
-    OptionRule(
-        "compile",
-        "zero3",
-        lambda config: not config.zero3,
-        "no --zero3, which gathers parameters inside of layers",
-        "use --dp-shard without --zero3, or leave --compile out",
-    ),
-    OptionRule(
-        "compile",
-        "ep",
-        lambda config: not degrees_of(config).dispatches_tokens,
-        "--ep 1, or the value of --tp without --sp, as what ranks send to experts is not in one"
-        " graph",
-        "leave either out",
-    ),
-    OptionRule(
-        "compile",
-        "dropout",
-        lambda config: config.system != "plan" or config.dropout == 0,
-        "--dropout 0 under plan, as dist-rng draws its masks outside of graphs",
-        "leave either out",
-    ),
-    OptionRule(
-        "fingerprint",
-        "compile",
-        lambda config: config.compile == "none" or config.dropout == 0,
-        "--compile none with --dropout, as masks of compiled layers cannot be recorded",
-        "leave one of the three out",
-    ),
-    OptionRule(
-        "fingerprint",
-        "cp",
-        lambda config: config.cp == 1 or config.dropout == 0 or not _trains_on_text(config),
-        "--cp 1 with --dropout, as attention over sharded sequences draws its masks in parts",
-        "leave one of the three out",
-    ),
-    OptionRule(
-        "fingerprint",
-        "attn_mask_type",
-        lambda config: config.dropout == 0 or not _plans_documents(config),
-        "--attn-mask-type causal with --dropout under plan, as attention within documents draws its"
-        " masks in parts",
-        "leave one of the three out",
-    ),
-    OptionRule(
-        "profile_steps",
-        "steps",
-        lambda config: StepRange.parse(config.profile_steps or "").last <= config.steps,
-        "steps of the run",
-        "give others, or more --steps",
-    ),
-    OptionRule(
-        "count_collectives",
-        "steps",
-        lambda config: (config.count_collectives or 0) <= config.steps,
-        "a step of the run",
-        "give another, or more --steps",
-    ),
-)
-
-
-def _plans_documents(config: TrainConfig) -> bool:
-    """Returns whether attention is within documents by a plan."""
-    return config.system == "plan" and config.attn_mask_type == BLOCK_CAUSAL
-
-
-def _keeps_dispatch(config: TrainConfig) -> bool:
-    return config.activation_checkpointing == "keep-dispatch"
-
-
-def _trains_on_text(config: TrainConfig) -> bool:
-    return model_shape(config.model).modality is Modality.TEXT
 
 
 def _check_join_timeout(config: TrainConfig) -> None:
     joins = "RANK" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if config.join_timeout != _DEFAULTS["join_timeout"] and not joins:
+    if config.join_timeout != DEFAULTS["join_timeout"] and not joins:
         raise UsageError(
             f"--join-timeout {config.join_timeout:g}: expected ranks that join by RANK and"
             " MASTER_ADDR in the environment, got ranks that torchrun's agents have joined; leave"
@@ -479,9 +142,9 @@ _ROUTER_SYSTEMS = ("single", "ddp", "fsdp2", "fsdp", "plan")
 def _check_router_options(config: TrainConfig, shape: ModelShape) -> None:
     """Refuses options of routers where they would have no effect."""
     for field in ("router_z_loss", "capacity_factor", "expert_bias_rate"):
-        if getattr(config, field) == _DEFAULTS[field]:
+        if getattr(config, field) == DEFAULTS[field]:
             continue
-        got = _spelled(config, field)
+        got = spelled(config, field)
         if not shape.has_routers:
             raise UsageError(
                 f"{got}: expected a model with routers, such as mixtral-tiny, got --model"
@@ -599,7 +262,7 @@ def _check_length(config: TrainConfig, system: System, shape: ModelShape) -> Non
     length = config.sequence_length
     chunks, parts = (1, "an equal part") if config.cp_method == "ulysses" else (2, "two chunks")
     # Within the mask of a batch, whose documents are of any length, plans pad sequences.
-    if config.cp > 1 and not _plans_documents(config) and length % (chunks * config.cp):
+    if config.cp > 1 and not plans_documents(config) and length % (chunks * config.cp):
         fit = [each for each in system.degrees.fitting("cp") if length % (chunks * each) == 0]
         raise UsageError(
             f"--cp {config.cp}: expected --sequence-length to be a multiple of"
@@ -700,7 +363,7 @@ def _check_optimizer(config: TrainConfig, system: System) -> None:
 
 def _check_random_of_context(config: TrainConfig, system: System) -> None:
     """Refuses dropout of attention by masks' parts where one device's masks cannot be drawn."""
-    other = f"--cp {config.cp}" if config.cp > 1 else _spelled(config, "attn_mask_type")
+    other = f"--cp {config.cp}" if config.cp > 1 else spelled(config, "attn_mask_type")
     if system.device.is_accelerator:
         raise UsageError(
             f"--dropout {config.dropout:g}: expected --device cpu with {other}, whose"
@@ -715,7 +378,7 @@ def _check_random_of_context(config: TrainConfig, system: System) -> None:
 
 
 def _check_random(config: TrainConfig, system: System, shape: ModelShape) -> None:
-    draws_in_parts = config.cp > 1 or _plans_documents(config)
+    draws_in_parts = config.cp > 1 or plans_documents(config)
     if draws_in_parts and config.dropout > 0 and shape.modality is Modality.TEXT:
         _check_random_of_context(config, system)
     if config.random != DIST_RNG_RANDOM:
@@ -730,7 +393,7 @@ def _check_random(config: TrainConfig, system: System, shape: ModelShape) -> Non
     if not (draws_weights or drops_out):
         raise UsageError(
             f"--random dist-rng: expected random numbers for DTensors, of which system"
-            f" {system.name!r} draws none with {_spelled(config, 'init')} and"
-            f" {_spelled(config, 'dropout')}; leave --random out, or use --init sharded, or"
+            f" {system.name!r} draws none with {spelled(config, 'init')} and"
+            f" {spelled(config, 'dropout')}; leave --random out, or use --init sharded, or"
             " --dropout, with a system that shards what they draw"
         )
