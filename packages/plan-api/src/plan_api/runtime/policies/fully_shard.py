@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.lowering.fully_shard import is_sharded_by_plan
+from plan_api.lowering.fully_shard import entry_for, is_sharded_by_plan
 from plan_api.lowering.ir import FullyShard, Schedule, ShardValues
 from plan_api.lowering.model_names import is_inside
 from plan_api.ops.low_precision.weights import GatheredOperand
@@ -57,7 +57,7 @@ def apply_fully_shard(
         of_param = {
             id(param): values[name]
             for name, param in model.named_parameters()
-            if name in values and is_inside(name, path)
+            if name in values and is_inside(name, path) and entry_for(name, entries) is entry
         }
         if any(one.granularity is not None for one in of_param.values()):
             options["shard_placement_fn"] = partial(_granularity_of, of_param)
