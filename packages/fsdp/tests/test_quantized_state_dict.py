@@ -296,7 +296,11 @@ def integers():
 
 
 CHOICES = {
-    "no tiles": (linear, lambda p: 128, r"expected Tiles\(...\), an OperandFormat or None for '0.weight', got 128"),
+    "no tiles": (
+        linear,
+        lambda p: 128,
+        r"expected Tiles\(...\), an OperandFormat or None for '0.weight', got 128",
+    ),
     "a vector": (linear, lambda p: SMALL, r"None for '0.bias', a torch.float32 of \(32,\)"),
     "integers": (integers, of_matrices(SMALL), r"for '0.weight', a torch.int64 of \(2, 2\)"),
     "hooks": (hooked, of_matrices(SMALL), r"for '0.weight', a Hooks with fsdp_pre_all_gather"),
