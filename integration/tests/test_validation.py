@@ -11,9 +11,8 @@ from integration.device import CPU
 from integration.errors import UsageError
 from integration.train.__main__ import main
 from integration.train.config import TrainConfig
-from integration.train.option_rules import RULES
 from integration.train.session import read_session, write_session
-from integration.train.validation import validate
+from integration.train.validation import RULES, validate
 from testkit import run_python
 
 TEXT = {"model": "llama-tiny"}
