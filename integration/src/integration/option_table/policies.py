@@ -164,4 +164,4 @@ def _compared() -> list[Mapping[str, Any]]:
 
 
 def _have(runs: Sequence[Mapping[str, Any]], product: Product, policy: Policy) -> bool:
-    return any(product.is_in(run) and policy.is_in(run) for run in runs)
+    return any(policy.is_in(run) and product.is_in(run) for run in runs)

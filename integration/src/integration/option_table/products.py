@@ -60,7 +60,11 @@ class Product:
 
     def is_in(self, options: Mapping[str, Any]) -> bool:
         """Returns whether a run with these options trains this product, in either mode."""
-        return _key(self.options) == _key(options)
+        return self._own_key == _key(options)
+
+    @functools.cached_property
+    def _own_key(self) -> tuple[Any, ...]:
+        return _key(self.options)
 
 
 def product_of(variant: Variant, *, schedule: bool = True) -> str:

@@ -19,6 +19,7 @@ __all__ = [
     "ContextParallel",
     "ExpertAxes",
     "check_ep_chunks",
+    "check_no_tp_beside_cp",
     "check_options",
     "expert_axes",
     "names_of",
@@ -198,6 +199,24 @@ def check_options(
                 f"zoo.{name}: sp=True shards along {tp!r} what {cp!r} has sharded: the mesh has "
                 f"axes {axes}; make it with {cp!r} before {tp!r}"
             )
+
+
+def check_no_tp_beside_cp(name: str, tp: str | None, cp: str | None) -> None:
+    """Refuses both, for models of which DTensors gather sharded sequences beside ``tp``.
+
+    Args:
+        name: of the plan, for messages.
+        tp: as in the plans' options.
+        cp: as in the plans' options.
+
+    Raises:
+        ValueError: both are given.
+    """
+    if cp is not None and tp is not None:
+        raise ValueError(
+            f"zoo.{name}: expected cp={cp!r} without tp, got tp={tp!r}, beside which DTensors "
+            f"gather sharded patches to view them as queries, keys and values; pass tp=None"
+        )
 
 
 def shard_batch(
