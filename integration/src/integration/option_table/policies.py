@@ -37,7 +37,7 @@ EQUAL, TESTS, RUNS, UNTESTED = "equal", "tests", "runs", "untested"
 TEST_FILE = "integration/tests/test_policies_of_products.py"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Policy:
     """A mode or a policy of training.
 
@@ -120,6 +120,7 @@ POLICIES: tuple[Policy, ...] = (
 )
 
 
+@functools.cache
 def refusal(product: Product, policy: Policy) -> UsageError | None:
     """Returns the error with which the trainer refuses both; None: it accepts them."""
     try:
