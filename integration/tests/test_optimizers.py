@@ -78,7 +78,13 @@ def train(rank, out, choices, *, on_buffers, steps):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize(
+    "system",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "plan, static" else ())
+        for name in SYSTEMS
+    ],
+)
 def test_adamw_of_buffers_trains_and_resumes_with_torchs_bits(system, tmp_path):
     def check(folder):
         rank, choices = torch.distributed.get_rank(), SYSTEMS[system]
