@@ -51,7 +51,7 @@ def test_the_file_of_tokens_has_documents_and_an_end_of_text_behind_each(tmp_pat
     tokenizer.vocabulary = size
     path = tmp_path / "new" / "tokens.bin"
     write_tokens(corpus, tokenizer, path)
-    stream = TokenFile(path, size)
+    stream = TokenFile(path, size, tokenizer.end)
     tokens = stream.read(0, len(stream))
     assert tokens.dtype == dtype
     ends = np.flatnonzero(tokens == tokenizer.end)
@@ -70,9 +70,9 @@ def test_ids_beyond_16_bits_have_32(tmp_path):
 
     (tmp_path / "a").write_text("abc")
     write_tokens(open_corpus(tmp_path / "a"), Large(), tmp_path / "tokens.bin")
-    assert TokenFile(tmp_path / "tokens.bin", 2**16 + 1).read(0, 4).tolist() == [70_000] * 3 + [
-        2**16
-    ]
+    assert TokenFile(tmp_path / "tokens.bin", 2**16 + 1, 2**16).read(0, 4).tolist() == [
+        70_000
+    ] * 3 + [2**16]
 
 
 def test_a_failed_write_leaves_no_file(tmp_path):
