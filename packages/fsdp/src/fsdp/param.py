@@ -41,7 +41,6 @@ from fsdp.mesh import (
 from fsdp.mesh.granularity import Whole, block_size
 from fsdp.quantized.arguments import (
     checked_block,
-    checked_block_of_operand,
     checked_operand,
     checked_tiles,
 )
@@ -386,7 +385,7 @@ def _managed_param(
     tiles = operand = None
     if isinstance(quantized, OperandFormat):
         operand = checked_operand(quantized, param, placement, name, extension=extension)
-        block = checked_block_of_operand(operand, granularity, block, shape, name)
+        block = checked_block(operand, granularity, block, shape, name)
     else:
         tiles = checked_tiles(quantized, param, placement, name, extension=extension)
         if tiles is not None:

@@ -22,7 +22,7 @@ from fsdp.quantized.arguments import (
     check_axes_of_tiles,
     checked_block,
     checked_tiles,
-    keeps_operand,
+    keeps_blocks,
 )
 from fsdp.quantized.tiles import Tiles
 from fsdp.state import state_of
@@ -118,7 +118,7 @@ class _FullyShard:
         self, granularity: Granularity | None, block: int, shape: Sequence[int]
     ) -> bool:
         """Returns whether a granularity splits no block of so many elements of a parameter."""
-        return keeps_operand(block, block_size(granularity, tuple(shape), "weight"), shape)
+        return keeps_blocks(block, block_size(granularity, tuple(shape), "weight"), shape)
 
     def __call__(
         self,

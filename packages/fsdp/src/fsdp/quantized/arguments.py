@@ -15,10 +15,9 @@ from ragged_shard import InterleavedShard, dim_of
 __all__ = [
     "check_axes_of_tiles",
     "checked_block",
-    "checked_block_of_operand",
     "checked_operand",
     "checked_tiles",
-    "keeps_operand",
+    "keeps_blocks",
 ]
 
 
@@ -105,38 +104,6 @@ def checked_operand(
     return form
 
 
-def checked_block_of_operand(
-    form: OperandFormat, granularity: object, block: int, shape: tuple[int, ...], name: str
-) -> int:
-    """Returns the block of an operand: one or more of the runs that share a scale.
-
-    Args:
-        form: of the operand.
-        granularity: what a ``shard_placement_fn`` returned; None leaves it to the format.
-        block: elements of the granularity.
-        shape: of this rank's part of the unsharded parameter.
-        name: of the parameter, for errors.
-
-    Raises:
-        ValueError: the granularity splits these runs.
-    """
-    of_form = form.block(shape)
-    if granularity is None:
-        return of_form
-    if not keeps_operand(of_form, block, shape):
-        raise ValueError(
-            f"fully_shard: shard_placement_fn gave {granularity!r} for {name!r} of {shape}, which "
-            f"splits the rows of {form}; expected None, Rows({of_form // shape[-1]}), a multiple "
-            f"of it, or Whole()"
-        )
-    return block
-
-
-def keeps_operand(of_form: int, block: int, shape: Sequence[int]) -> bool:
-    """Returns whether blocks of a granularity split no block of a format."""
-    return not block % of_form or block == max(1, torch.Size(shape).numel())
-
-
 def check_axes_of_tiles(
     tiles: Tiles,
     param: torch.Tensor,
@@ -180,28 +147,39 @@ def check_axes_of_tiles(
 
 
 def checked_block(
-    tiles: Tiles, granularity: object, block: int, shape: tuple[int, ...], name: str
+    form: Tiles | OperandFormat,
+    granularity: object,
+    block: int,
+    shape: tuple[int, ...],
+    name: str,
 ) -> int:
-    """Returns the block of a quantized parameter: one or more of its strips.
+    """Returns the block of a quantized parameter: one or more of the form's.
 
     Args:
-        tiles: of the parameter.
-        granularity: what a ``shard_placement_fn`` returned; None leaves it to the tiles.
+        form: of the parameter.
+        granularity: what a ``shard_placement_fn`` returned; None leaves it to the form.
         block: elements of the granularity.
         shape: of this rank's part of the unsharded parameter.
         name: of the parameter, for errors.
 
     Raises:
-        ValueError: the granularity splits tiles.
+        ValueError: the granularity splits the form's blocks.
     """
-    tiles_block, numel = tiles.block(shape), max(1, torch.Size(shape).numel())
+    of_form = form.block(shape)
     if granularity is None:
-        return tiles_block
-    if block % tiles_block and block != numel:
-        rows = tiles_block // shape[-1]
+        return of_form
+    if not keeps_blocks(of_form, block, shape):
+        split = f"the rows of {form}"
+        if isinstance(form, Tiles):
+            split = f"its tiles of {form.rows} x {form.cols}"
         raise ValueError(
             f"fully_shard: shard_placement_fn gave {granularity!r} for {name!r} of {shape}, which "
-            f"splits its tiles of {tiles.rows} x {tiles.cols}; expected None, Rows({rows}), "
-            f"Block({tiles_block}), a multiple of one of these, or Whole()"
+            f"splits {split}; expected None, Rows({of_form // shape[-1]}), Block({of_form}), a "
+            f"multiple of one of these, or Whole()"
         )
     return block
+
+
+def keeps_blocks(of_form: int, block: int, shape: Sequence[int]) -> bool:
+    """Returns whether blocks of a granularity split no block of a form."""
+    return not block % of_form or block == max(1, torch.Size(shape).numel())
