@@ -240,9 +240,9 @@ def _train_own(runs):
     world, found = World(dist.get_rank(), dist.get_world_size()), []
     for options in runs:
         restore_torch()
-        config = TrainConfig(micro_batch=2, steps=3, resume="never", **options)
+        config = TrainConfig(micro_batch=2, steps=4, resume="never", **options)
         trainer, losses = Trainer(prepare(config, world.size), world), []
-        for _ in range(3):
+        for _ in range(4):
             loss = trainer.train_step()
             dist.all_reduce(loss)
             losses.append(loss.item() / world.size)
@@ -255,7 +255,7 @@ def _train_own(runs):
 def test_a_model_and_a_plan_of_ones_own_train_as_on_one_device(tmp_path):
     own = {"data": TEXT, "model": "own_model:model", "out": tmp_path}
     ((expected,),) = run_ranks(_train_own, 1, [own])
-    assert expected[0] - expected[-1] > 0.05
+    assert expected[0] - expected[-1] > 0.1
     found = run_ranks(_train_own, 2, [own | product for product in PRODUCTS.values()])[0]
     for name, losses in zip(PRODUCTS, found, strict=True):
         assert losses == pytest.approx(expected, rel=0, abs=1e-5), name
