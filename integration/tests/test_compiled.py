@@ -9,13 +9,14 @@ from integration.systems import SYSTEM_NAMES, get_system
 from integration.train.model.compiled import compile_layers
 
 COMPILING = [
-    name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow)
+    name
     for name in SYSTEM_NAMES
     if get_system(name).supports_compile and name != "plan"  # see below
 ]
 
 
 @pytest.mark.ranks
+@pytest.mark.slow  # the option table compiles in the fast tier, as a plan does below
 @pytest.mark.parametrize("system", COMPILING)
 def test_losses_are_those_of_eager_layers(system, train_runs, tmp_path):
     compiled = {"system": system, "compile": "aot_eager"}

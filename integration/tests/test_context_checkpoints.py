@@ -28,10 +28,10 @@ TP = plan(2, tp=2, sp=True)
 # By its name, runs of which each continues the one before: numbers of ranks, and options.
 FAST = {
     "CP, one device": [CP, ONE],
-    "FSDP, CP by Ulysses": [FSDP, plan(2, cp=2, cp_method="ulysses")],
-    "static CP, TP, CP": [STATIC, TP, CP],
 }
 SLOW = {
+    "FSDP, CP by Ulysses": [FSDP, plan(2, cp=2, cp_method="ulysses")],
+    "static CP, TP, CP": [STATIC, TP, CP],
     "one device, CP by all-gather, FSDP": [ONE, plan(2, cp=2, cp_method="all-gather"), FSDP],
     "CP x TP, FSDP x CP, one device": [
         plan(4, cp=2, tp=2, sp=True, loss_parallel=True), plan(4, dp_shard=2, cp=2), ONE,

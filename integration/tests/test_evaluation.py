@@ -1,5 +1,6 @@
 """``--eval-samples``: one device's loss of held-out samples on every product, beside training."""
 
+import functools
 import math
 from pathlib import Path
 
@@ -57,6 +58,7 @@ PRODUCTS = {
         for name in SCHEDULES
     },
 }  # fmt: skip
+FAST = ("fsdp", "plan, FSDP", "plan, TP", "plan, PP", "DiT, FSDP")
 ON_FOUR_RANKS = {
     "PP x FSDP": {"system": "fsdp", "pp_degree": 2},
     "PP x FSDP2": {"system": "fsdp2", "pp_degree": 2},
@@ -106,14 +108,20 @@ def metrics(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_device(metrics):
-    models = {"llama-tiny": {}, "llama-tied-tiny": {"model": "llama-tied-tiny"}}
-    return metrics(1, models | {"mixtral-tiny": MIXTRAL, "dit-tiny": DIT})
+    """Returns the records of one device by the model."""
+
+    @functools.cache
+    def records(model):
+        (found,) = metrics(1, {model: DIT if model == "dit-tiny" else {"model": model}}).values()
+        return found
+
+    return records
 
 
 def check(product, records, one_device):
     model = product.get("model", "llama-tiny")
     tolerance = 6e-5 if model == "mixtral-tiny" else 1e-5
-    for record, expected in zip(records, one_device[model], strict=True):
+    for record, expected in zip(records, one_device(model), strict=True):
         assert (record.eval_loss is None) == (record.step % 2 == 1)
         assert record.loss == pytest.approx(expected.loss, rel=0, abs=tolerance)
         if record.eval_loss is not None:
@@ -121,7 +129,10 @@ def check(product, records, one_device):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in PRODUCTS],
+)
 def test_the_loss_of_held_out_samples_is_one_devices(name, metrics, one_device):
     check(PRODUCTS[name], metrics(2, {name: PRODUCTS[name]})[name], one_device)
 
@@ -181,7 +192,13 @@ DRAWS = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "PP, one device's masks" else ())
+        for name in DRAWS
+    ],
+)
 def test_training_with_dropout_has_the_same_bits_with_and_without_evaluations(name, metrics):
     ranks, product = DRAWS[name]
     product = product | {"dropout": 0.2}
@@ -194,7 +211,9 @@ def test_training_with_dropout_has_the_same_bits_with_and_without_evaluations(na
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("system", ["fsdp1", "fsdp2", "fsdp"])
+@pytest.mark.parametrize(
+    "system", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp1", "fsdp2"))]
+)
 def test_a_checkpoint_after_an_evaluation_resumes_with_the_same_bits(system, metrics, tmp_path):
     run = {"system": system, "checkpoint_every": 2}
     (records,) = metrics(2, {0: run}).values()
@@ -224,9 +243,9 @@ def test_a_run_with_other_held_out_samples_does_not_resume(tmp_path):
 
 
 def test_images_have_an_evaluation_loss_and_no_perplexity(one_device):
-    losses = [each.eval_loss for each in one_device["dit-tiny"]]
+    losses = [each.eval_loss for each in one_device("dit-tiny")]
     assert losses[3] < losses[1]
-    assert {each.eval_perplexity for each in one_device["dit-tiny"]} == {None}
+    assert {each.eval_perplexity for each in one_device("dit-tiny")} == {None}
 
 
 def test_a_finished_run_that_is_started_again_has_the_evaluation_in_its_summary(tmp_path):

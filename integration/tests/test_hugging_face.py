@@ -76,11 +76,24 @@ SYSTEMS = {
 }
 
 
+FAST = ("fsdp", "plan-tp")
+OTHERS = tuple(name for name in SYSTEMS if name not in FAST)
+
+
 @pytest.mark.ranks
-def test_every_system_writes_the_bytes_that_it_was_given(llama, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "names",
+    [
+        FAST,
+        pytest.param(OTHERS, marks=pytest.mark.slow),
+    ],
+    ids=["some", "others"],
+)
+def test_every_system_writes_the_bytes_that_it_was_given(names, llama, tmp_path, capsys):
     from transformers import AutoModelForCausalLM
 
-    for ranks, systems in ((1, {"single": {"system": "single"}}), (2, SYSTEMS)):
+    several = {name: SYSTEMS[name] for name in names}
+    for ranks, systems in ((1, {"single": {"system": "single"}}), (2, several)):
         runs = [
             {"out": tmp_path / name, "init_from": llama, "micro_batch": 2} | system
             for name, system in systems.items()

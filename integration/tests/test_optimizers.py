@@ -80,10 +80,7 @@ def train(rank, out, choices, *, on_buffers, steps):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "system",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "plan, static" else ())
-        for name in SYSTEMS
-    ],
+    [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.slow) for name in SYSTEMS],
 )
 def test_adamw_of_buffers_trains_and_resumes_with_torchs_bits(system, tmp_path):
     def check(folder):

@@ -120,6 +120,7 @@ def test_losses_in_float64_are_equal_where_eigenvectors_are_determined(tmp_path)
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_losses_of_experts_in_float64_are_equal_where_eigenvectors_are_determined(tmp_path):
     MixtralConfig(**EXPERTS).save_pretrained(tmp_path)
     run = {"model": str(tmp_path / "config.json"), "global_batch": 32, "micro_batch": 8}

@@ -22,6 +22,9 @@ PARALLEL = [
     and variant.takes(model_shape("llama-tiny"))
     and variant.make().supports_checkpoints
 ]
+# In the fast tier are ours, and the one that all the others resume and are resumed by.
+FAST = ("ddp", "fsdp", "plan-tp-sp")
+CASES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in PARALLEL]
 STEPS = 6
 
 
@@ -88,7 +91,7 @@ def clipped(single, tmp_path_factory):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("system", PARALLEL)
+@pytest.mark.parametrize("system", CASES)
 def test_a_system_resumes_the_checkpoint_of_one_device(system, single, tmp_path):
     expected, folder = single
     path = folder / "checkpoints" / "step-00000003"
@@ -98,7 +101,7 @@ def test_a_system_resumes_the_checkpoint_of_one_device(system, single, tmp_path)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("system", PARALLEL)
+@pytest.mark.parametrize("system", CASES)
 def test_a_system_trains_as_one_device_which_resumes_its_checkpoint_as_it_does_itself(
     system, clipped, tmp_path
 ):
@@ -121,7 +124,7 @@ def test_a_reduction_of_a_degree_keeps_the_losses(ranks, single, tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("optimizer", ["adam8bit", "muon"])
+@pytest.mark.parametrize("optimizer", ["adam8bit", pytest.param("muon", marks=pytest.mark.slow)])
 def test_optimizers_train_sharded_as_under_ddp_and_each_resumes_the_others_checkpoint(
     optimizer, tmp_path
 ):

@@ -161,13 +161,19 @@ def covering_runs(
 def proving_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
     """Returns a few of ``runs`` in which each of their choices occurs, though not each pair.
 
-    The search is greedy: the next run is that with the most choices that are in none before, and
-    of several the one with the fewest others, which make it longer and prove nothing new.
+    The search is greedy: the next run is that with the most choices that are in none before, for
+    its cost, and of several the one with the fewest others, which make it longer and prove nothing
+    new. A run that compiles costs as much as three others.
     """
     missing = {choice for run in runs for choice in run}
     chosen: list[Run] = []
+
+    def value(run: Run) -> tuple[float, int]:
+        compiles = any("compile" in choice.options for choice in run)
+        return len(missing.intersection(run)) / (3 if compiles else 1), -len(run)
+
     while missing:
-        chosen.append(max(runs, key=lambda run: (len(missing.intersection(run)), -len(run))))
+        chosen.append(max(runs, key=value))
         missing.difference_update(chosen[-1])
     return tuple(chosen)
 

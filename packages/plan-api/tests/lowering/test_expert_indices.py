@@ -181,7 +181,7 @@ def test_more_ranks_than_experts_are_refused(mesh):
     TORCH_RELEASE < (2, 12),
     reason="torch 2.11's topk of a DTensor has no backward",
 )
-@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_each_experts_implementation_of_transformers_matches_one_device(number):
     """3 on 2 ranks: 2 and 1; its grouped_mm leaves memory unset where it is not told of others."""
 

@@ -38,7 +38,9 @@ def _autocast(model, dtype):
 
 @pytest.mark.ranks
 @pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [DTYPES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in DTYPES[1:])]
+)
 @pytest.mark.parametrize("method", ["ring", "all-gather", "ulysses"])
 def test_context_parallel_attention_is_computed_in_the_dtype_of_autocast(method, dtype):
     """Where queries and keys are in fp32, after rotary embeddings, and values are not."""
