@@ -126,7 +126,7 @@ def test_recomputed_layers_have_the_same_bits(case, mode):
 )
 @pytest.mark.filterwarnings("ignore:plan-api reduces gradients one by one")
 @pytest.mark.parametrize("mode", ["eager", "static"])
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_kept_rows_are_not_dispatched_again(mode, chunks):
     """Backward runs twice through one graph, whose rows are kept for both."""
 
@@ -235,10 +235,7 @@ def test_a_compiled_layer_is_recomputed_but_for_the_attention_of_dtensors(mesh, 
     ("backend", "within"),
     [("aot_eager", 0.0), pytest.param("inductor", 1e-5, marks=pytest.mark.slow)],
 )
-@cases(
-    ("TP + SP", "static"), ("fully_shard", "eager"),
-    of=("TP + SP", "fully_shard", "DDP", "fully_shard x TP + SP"),
-)  # fmt: skip
+@cases(("TP + SP", "static"), of=("TP + SP", "fully_shard", "DDP", "fully_shard x TP + SP"))
 def test_compiled_layers_are_one_graph_without_breaks(case, mode, backend, within):
     """More layers than Dynamo compiles one function for, alone and recomputed."""
     changes = {"num_hidden_layers": 9, "attention_dropout": 0.0, "attn_implementation": "sdpa"}
