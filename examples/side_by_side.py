@@ -86,12 +86,14 @@ def main(train: Callable[..., Sequence[float]], cases: Mapping[str, float] | Non
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--case", choices=list(tolerances), help="by default all of them")
-    parser.add_argument("--tiny", action="store_true", help="two steps of the first case alone")
+    parser.add_argument(
+        "--tiny", action="store_true", help="two steps, of the first case alone unless one is named"
+    )
     parser.add_argument("--json", type=Path, help="where to write the comparisons")
     parser.add_argument("--plot", type=Path, help="where to draw the losses, as FILE.svg")
     options = parser.parse_args()
     if options.tiny:
-        options.steps, options.case = 2, next(iter(tolerances))
+        options.steps, options.case = 2, options.case or next(iter(tolerances))
     found = []
     for case in tolerances if options.case is None else (options.case,):
         native, own = (_start(train, system, case, options) for system in SYSTEMS)

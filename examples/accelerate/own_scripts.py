@@ -145,7 +145,6 @@ SCRIPTS = (
         ranks=2,
         ends_in="save_pretrained",
     ),
-    Script(f"{NATIVE}/nd_parallel_trainer.py", LLAMA, ("--sequence-length 64",)),
 )
 # Scripts, by the beginnings of their paths, that do not train with FSDP2 where there is no
 # accelerator, whoever shards.
@@ -160,6 +159,9 @@ LEFT_OUT = {
     "finetune_lm_tpu.py": "TPUs",
     "inference/": "trains nothing",
     "torch_native_parallelism/fsdp2_fp8.py": "float8 and a compiler; not tried",
+    "torch_native_parallelism/nd_parallel_trainer.py": (
+        "its Trainer refuses bfloat16 without an accelerator"
+    ),
     "multigpu_remote_launcher.py": "starts a script on rented machines",
 }
 
