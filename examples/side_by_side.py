@@ -1,9 +1,9 @@
 """Runs an example twice, with its framework's own FSDP2 and with fsdp, and compares the two.
 
-An example calls `main` with a function that trains for some steps and returns the losses. Started
-by hand, the script starts ranks of itself by torchrun, once for each system; a rank calls the
-function and writes what it measured. ``--json FILE`` writes the comparisons, of which
-``tools.example_results`` makes a page, and ``--plot FILE`` draws the losses.
+An example calls `main` with a function that trains for some steps and returns the losses. Ranks
+are started by torchrun's own launcher, once for each system, and return what they measured.
+``--json FILE`` writes the comparisons, of which ``tools.example_results`` makes a page, and
+``--plot FILE`` draws the losses.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import argparse
 import json
 import os
 import resource
-import subprocess
 import sys
-import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 SYSTEMS = ("native", "fsdp")
 TOLERANCE = 1e-5
@@ -84,19 +86,17 @@ def main(train: Callable[..., Sequence[float]], cases: Mapping[str, float] | Non
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--case", choices=list(tolerances), help="by default all of them")
-    parser.add_argument("--tiny", action="store_true", help="two steps of the first case alone")
+    parser.add_argument(
+        "--tiny", action="store_true", help="two steps, of the first case alone unless one is named"
+    )
     parser.add_argument("--json", type=Path, help="where to write the comparisons")
     parser.add_argument("--plot", type=Path, help="where to draw the losses, as FILE.svg")
-    parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)  # of a rank
     options = parser.parse_args()
     if options.tiny:
-        options.steps, options.case = 2, next(iter(tolerances))
-    if options.system is not None:
-        _run_rank(train, options)
-        return
+        options.steps, options.case = 2, options.case or next(iter(tolerances))
     found = []
     for case in tolerances if options.case is None else (options.case,):
-        native, own = (_start(system, case, options) for system in SYSTEMS)
+        native, own = (_start(train, system, case, options) for system in SYSTEMS)
         found.append(Comparison(case, native, own, tolerances[case], os.getloadavg()[0]))
         _print(found[-1])
     if options.json is not None:
@@ -142,30 +142,45 @@ def _print(comparison: Comparison) -> None:
     print(f"largest difference of a loss: {comparison.difference:.1e}", flush=True)
 
 
-def _start(system: str, case: str, options: argparse.Namespace) -> Run:
-    """Starts ranks of this script; returns what they measured."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(options.ranks), sys.argv[0], "--system", system]
-        command += ["--steps", str(options.steps), "--json", str(Path(folder) / "run")]
-        command += ["--case", case] if case else []
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ
-        subprocess.run(command, check=True, env=environment)
-        runs = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
+def _start(
+    train: Callable[..., Sequence[float]], system: str, case: str, options: argparse.Namespace
+) -> Run:
+    """Starts the ranks of a system; returns what they measured."""
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=options.ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_endpoint="localhost:0",
+        rdzv_backend="c10d",
+        max_restarts=0,
+        start_method="fork" if options.tiny and _can_fork() else "spawn",
+    )
+    arguments = (train, system, options.steps, *([case] if case else []))
+    runs = elastic_launch(launch, _run_rank)(*arguments)
     return Run(
-        runs[0]["losses"],
-        max(run["seconds"] for run in runs),
-        max(run["mib"] for run in runs),
+        runs[0].losses,
+        max(run.seconds for run in runs.values()),
+        max(run.mib for run in runs.values()),
     )
 
 
-def _run_rank(train: Callable[..., Sequence[float]], options: argparse.Namespace) -> None:
-    case = () if options.case is None else (options.case,)
+def _can_fork() -> bool:
+    """Returns whether ranks may be copies of this process, which spares them all imports.
+
+    The runtimes of accelerators do not work in copies; testkit's simulated one has none. Pages of
+    libraries that a copy touches again would count as memory of its training.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is None or accelerator.type == "sim"
+
+
+def _run_rank(train: Callable[..., Sequence[float]], system: str, steps: int, *case: str) -> Run:
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # ranks share the cores
     before, started = _peak_mib(), time.perf_counter()
-    losses = [float(loss) for loss in train(options.system, options.steps, *case)]
-    run = Run(losses, time.perf_counter() - started, _peak_mib() - before)
-    file: Path = options.json
-    file.with_name(f"{file.name}-{os.environ['RANK']}").write_text(json.dumps(asdict(run)))
+    losses = [float(loss) for loss in train(system, steps, *case)]
+    return Run(losses, time.perf_counter() - started, _peak_mib() - before)
 
 
 def _peak_mib() -> float:

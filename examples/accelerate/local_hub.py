@@ -56,6 +56,8 @@ class Glue(evaluate.Metric):
 def write(folder: Path) -> None:
     """Writes the folders of the models, data sets and the metric.
 
+    ``equal_lengths`` below has another MRPC, whose sentences have one number of words.
+
     Args:
         folder: the working directory of the scripts.
     """
@@ -67,11 +69,14 @@ def write(folder: Path) -> None:
     llama = LlamaForCausalLM(_config(LlamaConfig))
     _model(folder / "NousResearch" / "Hermes-3-Llama-3.1-8B", llama)
     mrpc = {
-        "train": _pairs(96, source),
-        "validation": _pairs(48, source),
-        "test": _pairs(8, source),
+        "train": [*_pairs(96, source)],
+        "validation": [*_pairs(48, source)],
+        "test": [*_pairs(8, source)],
     }
     _data_set(folder / "nyu-mll" / "glue", "mrpc", mrpc)
+    other = random.Random(1)
+    one_length = {split: _pairs(len(rows), other, shortest=12) for split, rows in mrpc.items()}
+    _data_set(folder / "equal_lengths" / "nyu-mll" / "glue", "mrpc", one_length)
     # Most lines of WikiText are empty, too; the script takes the first 500.
     lines = {"train": _texts(32, source, 500), "validation": _texts(8, source)}
     _data_set(folder / "Salesforce" / "wikitext", "wikitext-2-v1", lines)
@@ -137,16 +142,16 @@ def _data_set(folder: Path, config: str, splits: Mapping[str, Iterable[Mapping[s
     (folder / "README.md").write_text("---\n" + head + "".join(files) + "---\n")
 
 
-def _sentence(source: random.Random, words: Sequence[str] = WORDS) -> str:
-    return " ".join(source.choices(words, k=source.randint(6, 12)))
+def _sentence(source: random.Random, words: Sequence[str] = WORDS, shortest: int = 6) -> str:
+    return " ".join(source.choices(words, k=source.randint(shortest, 12)))
 
 
-def _pairs(count: int, source: random.Random) -> Iterable[Mapping[str, Any]]:
+def _pairs(count: int, source: random.Random, shortest: int = 6) -> Iterable[Mapping[str, Any]]:
     """Yields two sentences and whether the words of both are of one half of the vocabulary."""
     for number in range(count):
         label = source.randint(0, 1)
         halves = WORDS[::2], WORDS[1::2]
-        first, second = _sentence(source, halves[0]), _sentence(source, halves[1 - label])
+        first, second = (_sentence(source, halves[half], shortest) for half in (0, 1 - label))
         yield {"sentence1": first, "sentence2": second, "label": label, "idx": number}
 
 

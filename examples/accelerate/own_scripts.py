@@ -50,6 +50,7 @@ class Script:
         runs: arguments of the script, once for each run in one folder; a second one resumes.
         ranks: how many it needs; None: any number.
         ends_in: a function of which an error ends the script with native FSDP2, too; empty: none.
+        data: folder of the hub, whose data sets replace those of the same names.
         tolerance: largest difference of a loss, and of a trained weight relative to the largest
             change of a weight by training; 0: bit for bit.
     """
@@ -59,6 +60,7 @@ class Script:
     runs: Sequence[str] = ("",)
     ranks: int | None = None
     ends_in: str = ""
+    data: str = ""
     tolerance: float = 0.0
 
 
@@ -121,7 +123,9 @@ SCRIPTS = (
     ),
     Script(f"{BY_FEATURE}/automatic_gradient_accumulation.py"),
     Script(f"{BY_FEATURE}/checkpointing.py", runs=(SAVE, RESUME)),
-    Script(f"{BY_FEATURE}/cross_validation.py"),
+    # Each fold has a new head, of which a rank shards its own random values. They are those of the
+    # other ranks only while all ranks' dropout has drawn equally many numbers.
+    Script(f"{BY_FEATURE}/cross_validation.py", data="equal_lengths"),
     Script(f"{BY_FEATURE}/early_stopping.py"),
     Script(f"{BY_FEATURE}/gradient_accumulation.py", runs=("--gradient_accumulation_steps 2",)),
     Script(
@@ -141,7 +145,6 @@ SCRIPTS = (
         ranks=2,
         ends_in="save_pretrained",
     ),
-    Script(f"{NATIVE}/nd_parallel_trainer.py", LLAMA, ("--sequence-length 64",)),
 )
 # Scripts, by the beginnings of their paths, that do not train with FSDP2 where there is no
 # accelerator, whoever shards.
@@ -156,6 +159,9 @@ LEFT_OUT = {
     "finetune_lm_tpu.py": "TPUs",
     "inference/": "trains nothing",
     "torch_native_parallelism/fsdp2_fp8.py": "float8 and a compiler; not tried",
+    "torch_native_parallelism/nd_parallel_trainer.py": (
+        "its Trainer refuses bfloat16 without an accelerator"
+    ),
     "multigpu_remote_launcher.py": "starts a script on rented machines",
 }
 
@@ -254,8 +260,10 @@ def run(script: Script, system: str, folder: Path, options: argparse.Namespace) 
     examples = options.accelerate.resolve() / "examples"
     own = folder / script.path.replace("/", "-") / system
     own.mkdir(parents=True)
-    for item in (folder / "hub").iterdir():
-        (own / item.name).symlink_to(item)
+    hub = folder / "hub"
+    items = {item.name: item for part in ("", script.data) for item in (hub / part).iterdir()}
+    for name, item in items.items():
+        (own / name).symlink_to(item)
     launch = [sys.executable, "-m", "accelerate.commands.launch"]
     launch += ["--config_file", str(examples / "config_yaml_templates" / "fsdp.yaml")]
     launch += ["--num_processes", str(script.ranks or options.ranks), "--main_process_port", "0"]

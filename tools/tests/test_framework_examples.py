@@ -65,6 +65,50 @@ def test_a_picture_has_a_curve_of_each_system_and_case(tmp_path, monkeypatch):
         assert f"<!-- {label} -->" in text
 
 
+# Its losses differ by half between the systems; it appends to a file when it is imported.
+EXAMPLE = """
+import sys
+
+import torch.distributed as dist
+
+with open(sys.argv.pop(1), "a") as file:
+    file.write("imported ")
+sys.path.append(sys.argv.pop(1))
+from side_by_side import main
+
+systems = []
+
+
+def train(system, steps):
+    systems.append(system)
+    dist.init_process_group("gloo")
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (dist.get_rank(), systems))
+    dist.destroy_process_group()
+    assert gathered == [(0, [system]), (1, [system])]
+    return [1.0 + (system == "fsdp") / 2] * steps
+
+
+if __name__ == "__main__":
+    main(train)
+"""
+
+
+@pytest.mark.ranks
+def test_tiny_ranks_do_not_import_again_or_share_state_and_losses_that_differ_are_an_error(
+    tmp_path,
+):
+    (tmp_path / "train.py").write_text(EXAMPLE)
+    paths = [tmp_path / "train.py", tmp_path / "imports", ROOT / "examples"]
+    command = [sys.executable, *map(str, paths), "--tiny", "--json", str(tmp_path / "found")]
+    done = subprocess.run(command, timeout=300, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert "expected 2 losses within 1e-05 of native FSDP2's, got 5.0e-01" in done.stderr
+    (found,) = json.loads((tmp_path / "found").read_text())
+    assert (found["native"]["losses"], found["fsdp"]["losses"]) == ([1.0, 1.0], [1.5, 1.5])
+    assert (tmp_path / "imports").read_text() == "imported "
+
+
 # What is left of accelerate's own scripts without its data sets and metrics.
 OWN_SCRIPT = """
 import sys

@@ -225,6 +225,13 @@ def test_pipeline_stages_find_the_state_of_a_module(installed):
     assert torch_fsdp.fully_shard.state(torch.nn.Linear(2, 2)) is None
 
 
+def test_transformers_refuses_its_pipeline_beside_fsdp(installed):
+    from transformers.distributed import DistributedConfig
+
+    with pytest.raises(ValueError, match="Combining FSDP with pipeline parallelism"):
+        DistributedConfig(fsdp_size=2, pp_size=2)
+
+
 def test_older_transformers_is_refused_before_anything_is_replaced(monkeypatch):
     from transformers.distributed import mixin
 
