@@ -88,11 +88,11 @@ def train_runs():
     of a call are on the CPU, or all on the simulated device.
     """
 
-    def train_runs(ranks, runs, *, out, steps=3):
+    def train_runs(ranks, runs, *, out, steps=3, timeout=240):
         runs = [{"out": Path(out), "resume": "never"} | run for run in runs]
         on_sim = any(run.get("device") == "sim" for run in runs)
         start = run_sim_ranks if on_sim else run_ranks
-        first, *others = start(_train, ranks, runs, steps=steps, timeout=240)
+        first, *others = start(_train, ranks, runs, steps=steps, timeout=timeout)
         assert all(losses == first for losses in others)
         for run, found in zip(runs, first, strict=True):
             learns = run["resume"] == "never" and len(found) > 1

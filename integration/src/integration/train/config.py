@@ -179,10 +179,11 @@ class TrainConfig:
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of compute; weights and gradient reductions are fp32. fp16 scales the loss."""
     precision: Precision = "none"
-    """single and plan: recipe of plan-api by which linear layers quantize the operands of their
-    matrix products; weights and optimizer state stay fp32."""
+    """single and plan: recipe of plan-api by which linear layers and experts quantize the operands
+    of their matrix products; weights and optimizer state stay fp32."""
     precision_exclude: Annotated[str, AfterValidator(_regular_expression)] = r"(.*\.)?lm_head"
-    """Pattern of the names of linear layers that do not; by default the output layer."""
+    """Pattern of the names of linear layers and experts that do not; by default the output
+    layer."""
     eval_samples: Annotated[int, Field(ge=0)] = 0
     """Samples that are held out from training, and evaluated after the last step: a multiple of
     --global-batch."""

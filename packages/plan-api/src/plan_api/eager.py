@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,8 +15,9 @@ from plan_api.context_parallel.attention import (
     install_context_parallel,
 )
 from plan_api.context_parallel.reorder import SequenceReorder, install_label_shifts
-from plan_api.lowering.ir import ExpertIndices, OpKind, Schedule, Site, SiteStep
+from plan_api.lowering.ir import ExpertIndices, HookPoint, OpKind, Schedule, Site, SiteStep
 from plan_api.ops.local_region import install_regions
+from plan_api.ops.low_precision.tokens import TokenGather
 from plan_api.ops.overlap import OverlappedSites
 from plan_api.ops.routers.auxiliary_loss import install_router_loss
 from plan_api.ops.routers.capacity import install_expert_capacity
@@ -36,6 +38,7 @@ def install_eager(
     coverage: SiteCoverage,
     redistribution: Callable[[SiteStep, DeviceMesh, str], Redistribution] = Redistribution,
     overlapped: OverlappedSites | None = None,
+    gathers: Mapping[tuple[str, int | str], TokenGather] = MappingProxyType({}),
 ) -> Iterator[RemovableHandle]:
     """Installs hooks that redistribute DTensors.
 
@@ -48,6 +51,7 @@ def install_eager(
         coverage: records which sites run.
         redistribution: makes the transform of a step, as `Redistribution` does.
         overlapped: the sites that communicate beside products; None: none.
+        gathers: the inputs of modules that are gathered in float8, by path and argument.
     """
     sites = list(sites)
     hooked = [site for site in sites if site.hook_point.is_module_hook]
@@ -57,7 +61,9 @@ def install_eager(
                 step.index,
                 SequenceReorder(step, mesh, site)
                 if step.kind is OpKind.ORDER
-                else _redistribution(site, step, redistribution(step, mesh, site.name), overlapped),
+                else _redistribution(
+                    site, step, redistribution(step, mesh, site.name), overlapped, gathers
+                ),
             )
             for step in site.moved
         ]
@@ -76,6 +82,12 @@ def install_eager(
 
 
 def _redistribution(
-    site: Site, step: SiteStep, unsplit: Redistribution, overlapped: OverlappedSites | None
+    site: Site,
+    step: SiteStep,
+    unsplit: Redistribution,
+    overlapped: OverlappedSites | None,
+    gathers: Mapping[tuple[str, int | str], TokenGather],
 ) -> TensorTransform:
+    if site.hook_point is HookPoint.FORWARD_PRE:
+        unsplit.gather = gathers.get((site.path, step.index))
     return unsplit if overlapped is None else overlapped.transform(site, step, unsplit)

@@ -29,7 +29,11 @@ from plan_api.runtime.gradients import GradientReduction
 from plan_api.runtime.hooks import SiteCoverage
 from plan_api.runtime.policies.compile import install_compile
 from plan_api.runtime.policies.fully_shard import apply_fully_shard
-from plan_api.runtime.policies.precision import install_precision, precisions_on
+from plan_api.runtime.policies.precision import (
+    install_precision,
+    precisions_on,
+    token_gathers,
+)
 from plan_api.runtime.policies.recompute import install_recompute
 from plan_api.runtime.state import check_device, place_state
 from plan_api.static.comparison import Difference
@@ -217,6 +221,7 @@ def _install(
             install_eager(
                 model, lowered.sites, schedules, lowered.indices, mesh, coverage,
                 overlapped=OverlappedSites(overlaps, model, mesh),
+                gathers=token_gathers(lowered.quantized_gathers, mesh),
             )
         )  # fmt: skip
         apply_fully_shard(model, lowered.fully_sharded, schedules, lowered.shard_values, mesh)

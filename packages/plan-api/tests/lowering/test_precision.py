@@ -98,12 +98,12 @@ class Scaled(nn.Linear):
         ),
         (
             lambda plan: plan.precision("layers.0", RECIPE),
-            r"test_precision.py:\d+: precision\('layers.0'.*: expected linear layers, such as "
-            r"layers.0.up, got layers.0, a Block",
+            r"test_precision.py:\d+: precision\('layers.0'.*: expected linear layers or experts, "
+            r"such as layers.0.up, got layers.0, a Block",
         ),
         (
             lambda plan: plan.precision("", RECIPE),
-            "expected linear layers.*got the model, a Model",
+            "expected linear layers or experts.*got the model, a Model",
         ),
         (
             lambda plan: plan.precision(UP, RECIPE).precision("layers.0.up", MXFP8()),

@@ -1,4 +1,6 @@
-"""Matrix products of linear layers with operands in low precision, where no plan says so."""
+"""Matrix products with operands in low precision, where no plan says so."""
+
+import re
 
 from torch import nn
 
@@ -7,7 +9,7 @@ from integration.systems.base import LayerPolicies
 
 
 def use_precision(model: nn.Module, policies: LayerPolicies, device: str) -> None:
-    """Makes linear layers quantize the operands of their products.
+    """Makes linear layers and experts quantize the operands of their products.
 
     Args:
         model: on any device.
@@ -15,10 +17,21 @@ def use_precision(model: nn.Module, policies: LayerPolicies, device: str) -> Non
         device: type of the device on which the model will run.
 
     Raises:
-        UsageError: blocks of the recipe do not divide the sizes of a layer, or no layer is left.
+        UsageError: blocks of the recipe do not divide the sizes of a layer, no layer is left, or
+            experts with the recipe are compiled.
     """
     if policies.precision == "none":
         return
+    named = re.compile(policies.low_precision_path)
+    for name, module in model.named_modules():
+        # As plan-api knows experts: a mark that transformers gives them.
+        is_expert = hasattr(module, "_is_expert_parallel") and named.fullmatch(name)
+        if is_expert and policies.compile != "none":
+            raise UsageError(
+                f"--precision {policies.precision}: expected experts that are not compiled, got "
+                f"{name} with --compile {policies.compile}; leave either out, or name the experts "
+                f"in --precision-exclude"
+            )
     # Imported on use: most runs have no recipe.
     from plan_api import RECIPES, use_low_precision
 

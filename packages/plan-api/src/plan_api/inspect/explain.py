@@ -35,7 +35,8 @@ class ExplanationRow:
         site: the path of the module.
         hook: the phase of a parameter, or the hook; `fully_shard`, `recompute`, `compile`,
             `precision` or `overlap`.
-        tensor: its name there, with the number or name of the argument; empty for a module.
+        tensor: its name there, with the number or name of the argument; empty for a module; of
+            `precision` an input that ranks quantize before they gather it.
         before: the placement along each axis before the hook; empty where the plan does not say it.
         after: the placement along each axis after the hook; for a module the axes and options, the
             policy, the backend or the recipe; for `overlap` the communication of forward and the
@@ -188,6 +189,12 @@ def _policy_rows(lowered: Lowered) -> Iterator[ExplanationRow]:
     ):
         for path, policy in policies.items():
             yield ExplanationRow(path, hook, "", "", str(policy.value), "", "", policy.line)
+    for one in lowered.quantized_gathers:
+        layers = ", ".join(name.removeprefix(one.path).lstrip(".") or name for name in one.layers)
+        yield ExplanationRow(
+            one.path, "precision", f"<in>:{one.index}", f"{one.axis}=S({one.dim})",
+            f"gathered in {one.recipe} for {layers}", "", "", ", ".join(one.lines),
+        )  # fmt: skip
 
 
 def _overlap_row(overlap: Overlap) -> ExplanationRow:

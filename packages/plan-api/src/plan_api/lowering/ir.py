@@ -26,7 +26,8 @@ from plan_api.spec.policies import PolicyValue
 
 __all__ = [
     "AxisMove", "EntryRef", "ExpertIndices", "FullyShard", "HookPoint", "Lowered", "ModulePolicy",
-    "Op", "OpKind", "Override", "PhasePlacements", "Schedule", "ShardValues", "Site", "SiteStep",
+    "Op", "OpKind", "Override", "PhasePlacements", "QuantizedGather", "Schedule", "ShardValues",
+    "Site", "SiteStep",
     "TokenDispatch", "UnevenUnits",
     "gradient_placements",
 ]  # fmt: skip
@@ -344,6 +345,34 @@ class FullyShard:
 
 
 @dataclass(frozen=True)
+class QuantizedGather:
+    """An input of a module that ranks quantize before they gather it.
+
+    Attributes:
+        path: of the module.
+        index: the number or name of the argument.
+        axis: the name of the mesh axis.
+        dim: of the sequence.
+        recipe: of the linear layers.
+        layers: the paths of the linear layers.
+        lines: the source lines of the entries that gather the input.
+    """
+
+    path: str
+    index: int | str
+    axis: str
+    dim: int
+    recipe: Recipe
+    layers: tuple[str, ...]
+    lines: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def what(self) -> str:
+        """The input as messages name it."""
+        return f"{self.path}.forward_pre:<in>:{self.index}".lstrip(".")
+
+
+@dataclass(frozen=True)
 class UnevenUnits:
     """A module in which ranks along an axis have different numbers of units, such as heads.
 
@@ -426,6 +455,7 @@ class Lowered:
         recomputed: the modules whose activations are recomputed in backward, by path.
         compiled: the modules that torch.compile compiles, by path.
         precisions: the linear layers that compute in low precision, by path.
+        quantized_gathers: the inputs of such layers that are gathered quantized.
         uneven_units: where ranks have different numbers of units; in static mode only.
     """
 
@@ -440,6 +470,7 @@ class Lowered:
     recomputed: Mapping[str, ModulePolicy]
     compiled: Mapping[str, ModulePolicy]
     precisions: Mapping[str, ModulePolicy]
+    quantized_gathers: tuple[QuantizedGather, ...] = ()
     uneven_units: tuple[UnevenUnits, ...] = ()
 
     def runs_on_dtensors(self, path: str) -> bool:

@@ -25,6 +25,7 @@ from plan_api.lowering.operands import values_with_operands
 from plan_api.lowering.passes import fuse, phase_placements, resolve_overrides, schedules
 from plan_api.lowering.policies import check_compiled, check_recomputed, resolve_policies
 from plan_api.lowering.precision import resolve_precision
+from plan_api.lowering.quantized_gathers import find_quantized_gathers
 from plan_api.lowering.units import PlacedUnits, check_units, place_units
 from plan_api.lowering.validate import check_cover, check_overrides, check_phases, validate
 from plan_api.spec.entry import Entry, EntryKind
@@ -95,15 +96,20 @@ def lower(
     check_recomputed(recomputed, placed, ops)
     compiled = resolve_policies(plan, model, EntryKind.COMPILE)
     check_compiled(compiled, recomputed, fully_sharded, placed, ops)
-    precisions = resolve_precision(plan.entries, model, placed, plan.mesh, mode)
+    precisions = resolve_precision(plan.entries, model, placed, plan.mesh, mode, compiled)
     values = values_with_operands(
         values, model, precisions, compiled, fully_sharded, placed, plan.mesh
     )
     validate(model, ops, placed, fully_sharded, values, plan.mesh, of_stage=plan.of_stage)
+    sites = tuple(fuse(ops))
+    regions = [op.path for op in ops if op.kind is OpKind.LOCAL]
+    gathers = find_quantized_gathers(
+        sites, placed, precisions, (*compiled, *regions, *eager), model, plan.mesh
+    )
     return Lowered(
         tuple(ops),
         tuple(overrides),
-        tuple(fuse(ops)),
+        sites,
         MappingProxyType(placed),
         MappingProxyType(expert_indices(ops, model, placed, plan.mesh)),
         MappingProxyType(fully_sharded),
@@ -112,6 +118,7 @@ def lower(
         MappingProxyType(recomputed),
         MappingProxyType(compiled),
         MappingProxyType(precisions),
+        gathers,
         units.uneven,
     )
 

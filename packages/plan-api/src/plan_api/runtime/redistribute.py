@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.lowering.ir import AxisMove, OpKind, SiteStep
+from plan_api.ops.low_precision.tokens import TokenGather
 from plan_api.runtime.attribution import moving
 from plan_api.runtime.error_context import StepContext, annotate_backward_errors
 from plan_api.spec.axes import axis_names
@@ -26,7 +28,12 @@ class Redistribution:
         step: of a site.
         mesh: of the plan.
         site: its name, for messages.
+
+    Attributes:
+        gather: gathers local tensors in float8; None: nothing is.
     """
+
+    gather: TokenGather | None = None
 
     def __init__(self, step: SiteStep, mesh: DeviceMesh, site: str) -> None:
         axes = axis_names(mesh)
@@ -66,6 +73,11 @@ class Redistribution:
             self.settled = spec
             return tensor
         with moving(self._step, spec.placements, target):
+            if self.gather is not None and self._is_even(self.gather, tensor, target):
+                grad_dst = self._grad_dst(spec.placements)
+                return _RedistributeWithGradient.apply(  # type: ignore[no-any-return, no-untyped-call]
+                    tensor, target, grad_dst, self._in_backward, self.gather
+                )
             if self._has_grad_dst or any(map(_is_masked, spec.placements)):
                 grad_dst = self._grad_dst(spec.placements)
                 return _RedistributeWithGradient.apply(tensor, target, grad_dst, self._in_backward)  # type: ignore[no-any-return, no-untyped-call]
@@ -83,6 +95,17 @@ class Redistribution:
             grad_dst = self._grad_dst(placements)
             return _RedistributeWithGradient.apply(tensor, target, grad_dst, self._in_backward)  # type: ignore[no-any-return, no-untyped-call]
         return tensor.redistribute(placements=target)
+
+    def _is_even(self, gather: TokenGather, tensor: DTensor, target: tuple[Placement, ...]) -> bool:
+        """Whether a tensor is gathered in float8: its shards are even, the axis' innermost."""
+        own, dim, before = tensor._local_tensor, gather.dim, tensor.placements
+        changed = [axis for axis in range(len(before)) if before[axis] != target[axis]]
+        sharding = [axis for axis, one in enumerate(before) if one.is_shard(dim)]
+        return (
+            gather.takes(own)
+            and changed == sharding[-1:]
+            and own.shape[dim] * math.prod(map(self._mesh.size, sharding)) == tensor.shape[dim]
+        )
 
     def _waits_for_(self) -> str:
         """Describes what is waited for, for `fused_comm.diagnosis`."""
@@ -150,8 +173,14 @@ class _RedistributeWithGradient(torch.autograd.Function):
         target: tuple[Placement, ...],
         grad_dst: tuple[Placement | None, ...],
         at: StepContext,
+        gather: TokenGather | None = None,
     ) -> torch.Tensor:
         ctx.grad_dst, ctx.at = grad_dst, at
+        if gather is not None:
+            return DTensor.from_local(
+                gather(tensor._local_tensor), tensor.device_mesh, target, run_check=False,
+                shape=tensor.shape, stride=torch.empty(tensor.shape, device="meta").stride(),
+            )  # fmt: skip
         moved = tensor.redistribute(placements=target)
         # Autograd functions may not return an argument.
         return tensor.view_as(tensor) if moved is tensor else moved
@@ -164,4 +193,4 @@ class _RedistributeWithGradient(torch.autograd.Function):
             _gradient_of_sum(now) if dst is None else dst
             for dst, now in zip(ctx.grad_dst, grad.placements, strict=True)
         ]
-        return grad.redistribute(placements=placements), None, None, None
+        return grad.redistribute(placements=placements), None, None, None, None

@@ -160,23 +160,27 @@ class PolicyEntries(EntryList):
         return self._add(EntryKind.COMPILE, path, (), None, options={"backend": backend})
 
     def precision(self, path: str, recipe: Recipe) -> Self:
-        r"""Makes linear layers compute their products from operands in low precision.
+        r"""Makes linear layers and experts compute their products from operands in low precision.
 
         Forward and both products of backward quantize their operands as the recipe says; gradients
         and parameters, which optimizers and checkpoints have, stay as they are. fully_shard gathers
-        parameters before they are quantized. Where ranks of tensor parallelism share a scale, the
-        largest magnitude is reduced over them, in one all-reduce of each pass that needs any.
-        Scales of tokens are those of this rank's tokens.
+        weights of linear layers quantized, and so are sequences in front of linear layers that
+        tensor parallelism shards on their output features. Where ranks of tensor parallelism share
+        a scale, the largest magnitude is reduced over them, in one all-reduce of each pass that
+        needs any. Scales of tokens are those of this rank's tokens; each expert has its own.
 
         Args:
-            path: of linear layers; a pattern may match other modules, which stay as they are, such
-                as ``r"(?!lm_head$).*"``, which names all linear layers but the head.
+            path: of linear layers, and of modules of experts of transformers, whose parameters have
+                three dims; a pattern may match other modules, which stay as they are, such as
+                ``r"(?!lm_head$).*"``, which names all linear layers and experts but the head.
             recipe: `Float8Tensorwise`, `Float8Rowwise`, `Float8Block` or `MXFP8`.
 
         Raises:
             ValueError: the path names a tensor, or the recipe is none. `parallelize` refuses a path
-                without linear layers, two recipes of one layer, features that blocks do not divide,
-                on each rank, and, with ``products="kernel"``, a device without kernels.
+                without linear layers or experts, two recipes of one layer, features that blocks do
+                not divide, on each rank, experts that are compiled or compute otherwise than by
+                linear layers and grouped products, and, with ``products="kernel"``, a device
+                without kernels.
         """
         check_recipe(f"precision({path!r})", recipe)
         return self._add(EntryKind.PRECISION, path, (), None, options={"recipe": recipe})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site, gradient_plac
 from plan_api.lowering.model_names import named_state
 from plan_api.lowering.overlap import Overlap
 from plan_api.ops.expert_indices import install_expert_indices
+from plan_api.ops.low_precision.tokens import TokenGather
 from plan_api.ops.overlap import OverlappedSites
 from plan_api.ops.routers.auxiliary_loss import install_router_loss
 from plan_api.ops.routers.capacity import install_expert_capacity
@@ -32,6 +33,7 @@ from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.gradients import GradientReduction
 from plan_api.runtime.hooks import SiteCoverage, install_site_hook, register_always_called
 from plan_api.runtime.local_shards import ShardSizes
+from plan_api.runtime.policies.precision import token_gathers
 from plan_api.static.coverage import CallCoverage
 from plan_api.static.eager_fallback import install_eager_fallback
 from plan_api.static.fully_shard import FullyShardedParams
@@ -111,7 +113,10 @@ def install_static(
             model, path, lowered.sites, lowered.indices, mesh, coverage, sizes
         )
     sites = static_sites(model, lowered, mesh)
-    handles += _install_sites(sites, model, mesh, coverage, call_coverage, types, sizes, overlaps)
+    gathers = token_gathers(lowered.quantized_gathers, mesh)
+    handles += _install_sites(
+        sites, model, mesh, coverage, call_coverage, types, sizes, overlaps, gathers
+    )
     handles += install_factories(model, lowered.sites, mesh, lowered.runs_on_dtensors, types, sizes)
     for path, indices in lowered.indices.items():
         if not lowered.runs_on_dtensors(path):
@@ -184,13 +189,14 @@ def _install_sites(
     types: SiteTypes | None,
     sizes: ShardSizes,
     overlaps: Sequence[Overlap],
+    gathers: Mapping[tuple[str, int | str], TokenGather],
 ) -> Iterator[RemovableHandle]:
     """Installs the hooks of sites on parameters, inputs and outputs, and Linears beside them."""
     overlapped = OverlappedSites(overlaps, model, mesh, sizes)
     for site in sites:
         if site.hook_point is not HookPoint.OPERATOR:
             yield from _install_site(
-                site, model, mesh, coverage, call_coverage, types, sizes, overlapped
+                site, model, mesh, coverage, call_coverage, types, sizes, overlapped, gathers
             )
     yield from overlapped.install()
 
@@ -204,18 +210,20 @@ def _install_site(
     types: SiteTypes | None,
     sizes: ShardSizes,
     overlapped: OverlappedSites,
+    gathers: Mapping[tuple[str, int | str], TokenGather],
 ) -> list[RemovableHandle]:
     module = model.get_submodule(site.path)
     if site.hook_point is HookPoint.RUN:
         return _redistribute_params(site, module, mesh, types, sizes)
     if not site.hook_point.is_module_hook:
         return []
-    transforms = [
-        (step.index, overlapped.transform(site, step, transform))
-        for step in site.moved
-        if (transform := static_transform(site, step, mesh, call_coverage, types, sizes))
-        is not None
-    ]
+    transforms = []
+    for step in site.moved:
+        transform = static_transform(site, step, mesh, call_coverage, types, sizes)
+        if site.hook_point is HookPoint.FORWARD_PRE and isinstance(transform, StaticRedistribution):
+            transform.gather = gathers.get((site.path, step.index))
+        if transform is not None:
+            transforms.append((step.index, overlapped.transform(site, step, transform)))
     if transforms:
         return [install_site_hook(site, module, transforms, coverage)]
     coverage.record(site)

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from plan_api.context_parallel.local_sequence import sequence_transform, without_sharded_positions
 from plan_api.lowering.ir import AxisMove, HookPoint, OpKind, Site, SiteStep
 from plan_api.ops.function_calls import TorchFunction
+from plan_api.ops.low_precision.tokens import TokenGather
 from plan_api.runtime import attribution
 from plan_api.runtime.attribution import moving
 from plan_api.runtime.error_context import StepContext
@@ -132,12 +133,14 @@ class StaticRedistribution:
         placements: by axis, those before and after.
         moves_tensor: whether it changes tensors.
         moves_gradient: whether it changes their gradients.
+        gather: gathers them in float8; None: nothing is.
 
     Raises:
         ValueError: the step does not say the current placement of a tensor, or of its gradient.
     """
 
     settled: DTensorSpec | None = None  # part of the protocol of hooks; here nothing is a DTensor
+    gather: TokenGather | None = None
 
     def __init__(
         self,
@@ -222,6 +225,9 @@ class StaticRedistribution:
             length = None
             if type(src) is Shard:
                 length = self._sizes.length(self.what, axis, src.dim, tensor)
+                if self.gather is not None and length is None and self.gather.takes(tensor):
+                    tensor = self.gather(tensor)
+                    continue
             if type(dst) is Shard:
                 sharded[axis] = self._sizes.shard(axis, dst.dim, tensor.shape[dst.dim])
             tensor = redistribute(tensor, length)

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from plan_api.ops.low_precision.products import choose_kernels, multiply
 from plan_api.ops.low_precision.quantize import Quantized, amax_of, quantize, scales_of
 from plan_api.ops.low_precision.recipes import Recipe, Scaling
+from plan_api.ops.low_precision.tokens import QuantizedTokens
 from plan_api.ops.low_precision.weights import QuantizedWeight
 
 __all__ = ["FeatureGroups", "LowPrecision", "low_precision_linear"]
@@ -75,7 +76,8 @@ def low_precision_linear(
     share a scale, their largest magnitudes are reduced, one all-reduce per group and pass.
 
     Args:
-        x: (..., K), of the dtype of the output; under autocast it is cast to its dtype.
+        x: (..., K), of the dtype of the output; under autocast it is cast to its dtype. Of
+            `QuantizedTokens` of the same recipe the operands are taken.
         weight: (N, K); it is cast to the dtype of ``x`` before it is quantized. Its gradient has
             its own dtype. A `QuantizedWeight` is quantized already, with the same recipe.
         bias: (N,) or None; it is added in the dtype of the output.
@@ -108,10 +110,18 @@ class _Linear(torch.autograd.Function):
         groups: FeatureGroups,
     ) -> torch.Tensor:
         scalings = precision.recipe.output
-        tokens = x.reshape(-1, x.shape[-1])
+        tokens: torch.Tensor | QuantizedTokens
+        if isinstance(x, QuantizedTokens) and x.serves(precision.recipe):
+            tokens = x
+        else:
+            tokens = x.reshape(-1, x.shape[-1])
         # It is not saved: FSDP frees and fills the operands of the same object.
         ctx.gathered = gathered = weight if isinstance(weight, QuantizedWeight) else None
-        operands = [_Operand(tokens, scalings.left, inner=groups.inputs)]
+        operands: list[_Operand | Quantized] = []
+        if isinstance(tokens, QuantizedTokens):
+            operands.append(tokens.operands.rows())
+        else:
+            operands.append(_Operand(tokens, scalings.left, inner=groups.inputs))
         if gathered is None:
             matrix = weight.to(x.dtype)
             operands.append(_Operand(matrix, scalings.right, groups.outputs, groups.inputs))
@@ -122,8 +132,14 @@ class _Linear(torch.autograd.Function):
         ctx.weight_dtype = weight.dtype
         ctx.reuses = scalings.left.is_tensorwise
         saved = [] if gathered is not None else [weight]
+        ctx.columns = None
         if ctx.reuses:  # one scale for all products: fewer bytes, and no collective in backward
             ctx.save_for_backward(left.data, left.scales, right.scales, *saved)
+        elif isinstance(tokens, QuantizedTokens):  # backward gathers an operand of its own
+            ctx.save_for_backward(tokens.operands.cast, *saved)
+            if ctx.needs_input_grad[1]:
+                ctx.columns = tokens.operands.columns
+                ctx.columns.expect()
         else:
             ctx.save_for_backward(tokens, *saved)
         return y.reshape(*x.shape[:-1], weight.shape[0])
@@ -156,17 +172,18 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch
             dw = multiply(dy_left.transposed(), x_right, ctx.weight_dtype, kernels)
         return dx, dw
     tokens, *saved = ctx.saved_tensors
-    operands = []
+    operands: list[_Operand | Quantized] = []
     if needs_input:
         operands.append(_Operand(grad, of_input.left, inner=groups.outputs))
         if gathered is None:
             columns = saved[0].to(ctx.dtype).t()
             operands.append(_Operand(columns, of_input.right, groups.inputs, groups.outputs))
     if needs_weight:
-        operands += [
-            _Operand(grad.t(), of_weight.left, groups.outputs),
-            _Operand(tokens.t(), of_weight.right, groups.inputs),
-        ]
+        operands.append(_Operand(grad.t(), of_weight.left, groups.outputs))
+        if ctx.columns is not None:
+            operands.append(ctx.columns.take(tokens))
+        else:
+            operands.append(_Operand(tokens.t(), of_weight.right, groups.inputs))
     quantized = _quantize_together(*operands)
     dx = dw = None
     if needs_input:
@@ -201,15 +218,20 @@ class _Operand:
         return (*outer, *(self.inner if self.scaling.inner is None else ()))
 
 
-def _quantize_together(*operands: _Operand) -> Iterator[Quantized]:
+def _quantize_together(*operands: _Operand | Quantized) -> Iterator[Quantized]:
     """Quantizes operands, with one all-reduce per group of ranks that share scales."""
-    amaxes = [amax_of(one.matrix, one.scaling) for one in operands]
-    for group in dict.fromkeys(group for one in operands for group in one.sharing):
-        shared = [at for at, one in enumerate(operands) if group in one.sharing]
+    plain = [one for one in operands if isinstance(one, _Operand)]
+    amaxes = [amax_of(one.matrix, one.scaling) for one in plain]
+    for group in dict.fromkeys(group for one in plain for group in one.sharing):
+        shared = [at for at, one in enumerate(plain) if group in one.sharing]
         together = torch.cat([amaxes[at].flatten() for at in shared])
         dist.all_reduce(together, dist.ReduceOp.MAX, group)
         parts = together.split([amaxes[at].numel() for at in shared])
         for at, part in zip(shared, parts, strict=True):
             amaxes[at] = part.view(amaxes[at].shape)
-    for one, amax in zip(operands, amaxes, strict=True):
-        yield quantize(one.matrix, one.scaling, scales_of(amax, one.scaling))
+    remaining = iter(amaxes)
+    for one in operands:
+        if isinstance(one, Quantized):
+            yield one
+        else:
+            yield quantize(one.matrix, one.scaling, scales_of(next(remaining), one.scaling))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,34 +11,41 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.lowering.ir import ModulePolicy, Schedule
+from plan_api.lowering.ir import ModulePolicy, QuantizedGather, Schedule
 from plan_api.lowering.precision import resolve_precision
 from plan_api.ops.low_precision.dtensors import feature_groups, low_precision_linear_of_dtensors
+from plan_api.ops.low_precision.experts import (
+    MatrixGroups,
+    expert_weights,
+    in_low_precision,
+    is_experts,
+)
 from plan_api.ops.low_precision.linear import FeatureGroups, LowPrecision, low_precision_linear
 from plan_api.ops.low_precision.recipes import Recipe, check_recipe
-from plan_api.runtime.policies.replaced_forward import ReplacedForward
+from plan_api.ops.low_precision.tokens import TokenGather
+from plan_api.runtime.policies.replaced_forward import ReplacedForward, forward_of
 from plan_api.spec.entry import Entry, EntryKind
 from plan_api.spec.path import parse_path
 
-__all__ = ["install_precision", "precisions_on", "use_low_precision"]
+__all__ = ["install_precision", "precisions_on", "token_gathers", "use_low_precision"]
 
 
 def use_low_precision(
     model: nn.Module, path: str, recipe: Recipe, *, device: str | None = None
 ) -> tuple[RemovableHandle, ...]:
-    """Makes linear layers of a model without a plan compute as `Plan.precision` says.
+    """Makes linear layers and experts of a model without a plan compute as `Plan.precision` says.
 
     Parameters may be those of one device, or be gathered by FSDP or copied by DDP, before or after
     this call.
 
     Args:
-        model: any; the ``forward`` of its linear layers is replaced.
+        model: any; the ``forward`` of its linear layers and experts is replaced.
         path: see `Plan.precision`.
         recipe: see `Plan.precision`.
         device: the type of the device that the model will run on; None: that of its parameters.
 
     Returns:
-        handles that restore the ``forward`` of each layer.
+        handles that restore the ``forward`` of each of them.
 
     Raises:
         ValueError: as `Plan.precision` and `parallelize`.
@@ -51,8 +58,16 @@ def use_low_precision(
         EntryKind.PRECISION, parse_path(path, True), (), (), options=(("recipe", recipe),)
     )
     found = resolve_precision([entry], model)
-    forward = _forward(LowPrecision.on(what, recipe, device), FeatureGroups())
-    return tuple(ReplacedForward(model.get_submodule(name), forward) for name in found)
+    precision = LowPrecision.on(what, recipe, device)
+    forward = _forward(precision, FeatureGroups())
+    handles = []
+    for module in map(model.get_submodule, found):
+        if is_experts(module):
+            groups: dict[str, MatrixGroups] = dict.fromkeys(expert_weights(module), ((), ()))
+            handles.append(_replaced_experts(module, precision, groups))
+        else:
+            handles.append(ReplacedForward(module, forward))
+    return tuple(handles)
 
 
 def precisions_on(
@@ -73,17 +88,34 @@ def precisions_on(
     }
 
 
+def token_gathers(
+    gathers: Iterable[QuantizedGather], mesh: DeviceMesh
+) -> dict[tuple[str, int | str], TokenGather]:
+    """Returns what gathers the inputs of modules in float8, by path and argument.
+
+    Args:
+        gathers: of a plan.
+        mesh: of the plan.
+    """
+    return {
+        (one.path, one.index): TokenGather(one.what, one.recipe, mesh.get_group(one.axis), one.dim)
+        for one in gathers
+    }
+
+
 def install_precision(
     model: nn.Module,
     precisions: Mapping[str, LowPrecision],
     schedules: Mapping[str, Schedule],
     mesh: DeviceMesh,
 ) -> Iterator[ReplacedForward]:
-    """Replaces the ``forward`` of linear layers; their inputs are DTensors or local tensors.
+    """Replaces the ``forward`` of linear layers and experts.
+
+    Inputs of linear layers are DTensors or local tensors, those of experts are local tensors.
 
     Args:
         model: of the plan.
-        precisions: of linear layers, by path.
+        precisions: of linear layers and experts, by path.
         schedules: of parameters, by their first names.
         mesh: of the plan.
     """
@@ -91,6 +123,13 @@ def install_precision(
     replaced: dict[tuple[Any, ...], Callable[..., Any]] = {}
     for path, precision in precisions.items():
         module = model.get_submodule(path)
+        if is_experts(module):
+            groups = {
+                name: _matrix_groups(schedules.get(first_names[id(getattr(module, name))]), mesh)
+                for name in expert_weights(module)
+            }
+            yield _replaced_experts(module, precision, groups)
+            continue
         schedule = schedules.get(first_names[id(module.weight)])
         run = (Replicate(),) * mesh.ndim if schedule is None else schedule.run
         key = precision, feature_groups(mesh, run)
@@ -98,6 +137,31 @@ def install_precision(
         if key not in replaced:
             replaced[key] = _forward(*key)
         yield ReplacedForward(module, replaced[key])
+
+
+def _matrix_groups(schedule: Schedule | None, mesh: DeviceMesh) -> MatrixGroups:
+    """Returns the groups of ranks that shard the rows and columns of each expert's weight."""
+    rows, columns = (
+        tuple(
+            mesh.get_group(axis)
+            for axis, placement in enumerate(() if schedule is None else schedule.run)
+            if getattr(placement, "dim", None) == dim and mesh.size(axis) > 1
+        )
+        for dim in (1, 2)
+    )
+    return rows, columns
+
+
+def _replaced_experts(
+    module: nn.Module, precision: LowPrecision, groups: dict[str, MatrixGroups]
+) -> ReplacedForward:
+    own = forward_of(module)
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with in_low_precision(module, precision, groups):
+            return own(module, *args, **kwargs)
+
+    return ReplacedForward(module, forward)
 
 
 def _forward(precision: LowPrecision, groups: FeatureGroups) -> Callable[..., torch.Tensor]:
