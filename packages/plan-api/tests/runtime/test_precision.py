@@ -17,6 +17,7 @@ from plan_api import (
     Plan,
     installed,
     parallelize,
+    quantize_weights,
     use_low_precision,
     zoo,
 )
@@ -273,3 +274,18 @@ def test_tensor_parallel_scales_are_reduced_once_and_are_those_of_one_device():
     for found in run_ranks(check, 2, timeout=240):
         for (recipe, _), bytes_ in found.items():
             assert bytes_ == [Counter(one) for one in _OF_SCALES[recipe]]
+
+
+def test_weights_are_quantized_once_and_not_if_other_modules_have_them():
+    first, second, table = nn.Linear(8, 8), nn.Linear(8, 8), nn.Embedding(8, 8)
+    second.weight = first.weight
+    model = nn.ModuleDict({"first": first, "second": second, "table": table})
+    quantized = quantize_weights(model, "first|second", Float8Tensorwise())
+    assert list(quantized) == ["first.weight"]
+    error = (quantized["first.weight"].dequantized() - first.weight).abs().max()
+    assert 0 < error <= first.weight.abs().max() / 16  # half a step of three bits
+    with pytest.raises(ValueError, match=r"got that of first, which another module has as first"):
+        quantize_weights(model, "first", Float8Tensorwise())
+    table.weight = first.weight
+    with pytest.raises(ValueError, match=r"got that of first, which another module has"):
+        quantize_weights(model, "first|second", Float8Tensorwise())

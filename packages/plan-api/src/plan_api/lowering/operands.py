@@ -16,7 +16,7 @@ from plan_api.ops.low_precision.recipes import Recipe
 from plan_api.ops.low_precision.weights import GatheredOperand
 from plan_api.spec.fully_shard_package import find_fully_shard
 
-__all__ = ["values_with_operands"]
+__all__ = ["recipes_of_weights", "values_with_operands"]
 
 _KEEP_PARAMETERS = ("ddp", "zero1", "zero2")  # placements of fully_shard that gather no bytes
 
@@ -48,7 +48,7 @@ def values_with_operands(
     """
     found = dict(values)
     compiled = tuple(compiled)
-    for name, recipe in _weights(model, precisions).items():
+    for name, recipe in recipes_of_weights(model, precisions).items():
         entry, schedule = entry_for(name, entries), schedules.get(name)
         if entry is None or is_sharded_by_plan(name, entry, schedules, mesh):
             continue
@@ -64,8 +64,15 @@ def values_with_operands(
     return found
 
 
-def _weights(model: nn.Module, precisions: Mapping[str, ModulePolicy]) -> dict[str, Recipe]:
-    """Returns the recipes of weights that all modules that have them multiply by one recipe."""
+def recipes_of_weights(
+    model: nn.Module, precisions: Mapping[str, ModulePolicy]
+) -> dict[str, Recipe]:
+    """Returns the recipes of weights that all modules that have them multiply by one recipe.
+
+    Args:
+        model: any.
+        precisions: the recipes of linear layers, by path.
+    """
     recipes: dict[int, list[Recipe | None]] = {}
     for path, module in model.named_modules():
         for key, param in module.named_parameters(recurse=False):

@@ -12,15 +12,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.ir import ModulePolicy, Schedule
+from plan_api.lowering.operands import recipes_of_weights
 from plan_api.lowering.precision import resolve_precision
 from plan_api.ops.low_precision.dtensors import feature_groups, low_precision_linear_of_dtensors
 from plan_api.ops.low_precision.linear import FeatureGroups, LowPrecision, low_precision_linear
+from plan_api.ops.low_precision.quantize import Quantized, amax_of, quantize, scales_of
 from plan_api.ops.low_precision.recipes import Recipe, check_recipe
 from plan_api.runtime.policies.replaced_forward import ReplacedForward
 from plan_api.spec.entry import Entry, EntryKind
 from plan_api.spec.path import parse_path
 
-__all__ = ["install_precision", "precisions_on", "use_low_precision"]
+__all__ = ["install_precision", "precisions_on", "quantize_weights", "use_low_precision"]
 
 
 def use_low_precision(
@@ -47,12 +49,53 @@ def use_low_precision(
     check_recipe(what, recipe)
     if device is None:
         device = next((param.device.type for param in model.parameters()), "cpu")
+    found = _named_layers(model, path, recipe)
+    forward = _forward(LowPrecision.on(what, recipe, device), FeatureGroups())
+    return tuple(ReplacedForward(model.get_submodule(name), forward) for name in found)
+
+
+@torch.no_grad()
+def quantize_weights(model: nn.Module, path: str, recipe: Recipe) -> dict[str, Quantized]:
+    """Quantizes the weights of linear layers as their outputs' products do, to export them.
+
+    Args:
+        model: of plain tensors; it is not changed.
+        path: see `Plan.precision`.
+        recipe: see `Plan.precision`.
+
+    Returns:
+        float8 elements (N, K) and scales of each weight, by its first name.
+
+    Raises:
+        ValueError: as `use_low_precision`; or another module uses a weight, which may not be one
+            with the recipe.
+    """
+    what = f"quantize_weights({path!r})"
+    check_recipe(what, recipe)
+    found = _named_layers(model, path, recipe)
+    weights = recipes_of_weights(model, found)
+    first_names = {id(param): name for name, param in model.named_parameters()}
+    quantized: dict[str, Quantized] = {}
+    for layer in found:
+        weight = model.get_submodule(layer).get_parameter("weight")
+        name = first_names[id(weight)]
+        if name not in weights:
+            raise ValueError(
+                f"{what}: expected weights of linear layers with the recipe only, got that of "
+                f"{layer}, which another module has as {name}; leave {layer} out of the pattern"
+            )
+        if name not in quantized:
+            scaling = recipe.output.right
+            scales = scales_of(amax_of(weight, scaling), scaling)
+            quantized[name] = quantize(weight, scaling, scales)
+    return quantized
+
+
+def _named_layers(model: nn.Module, path: str, recipe: Recipe) -> dict[str, ModulePolicy]:
     entry = Entry(
         EntryKind.PRECISION, parse_path(path, True), (), (), options=(("recipe", recipe),)
     )
-    found = resolve_precision([entry], model)
-    forward = _forward(LowPrecision.on(what, recipe, device), FeatureGroups())
-    return tuple(ReplacedForward(model.get_submodule(name), forward) for name in found)
+    return resolve_precision([entry], model)
 
 
 def precisions_on(
