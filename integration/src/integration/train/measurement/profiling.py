@@ -104,7 +104,7 @@ def live_tensors() -> str:
     """Returns a table of the memory of this rank's Python tensors, the largest first.
 
     Tensors with the same shape and dtype are one row. A storage that several tensors share counts
-    once, at its full size; of tensors that dispatch in Python, such as DTensors, those inside count.
+    once, at its full size; of DTensors and others that dispatch in Python, those inside count.
     """
     gc.collect()
     seen: set[int] = set()
