@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.lowering.fully_shard import entry_for, is_sharded_by_plan
 from plan_api.lowering.ir import FullyShard, ModulePolicy, Schedule, ShardValues
@@ -33,9 +34,10 @@ def values_with_operands(
     """Adds the recipes of weights that are quantized before they are gathered.
 
     Others are gathered in the dtype of compute, and quantized afterwards, to the same bits: those
-    that other modules use, that the plan shards while they are used, that a granularity would split
-    in blocks with a scale, that stay gathered, or that are in compiled modules; and where backward
-    gathers other bytes than forward, those that are resharded over fewer ranks.
+    that other modules use, of which the plan shards elements with one scale while they are used,
+    that a granularity would split in blocks with a scale, that stay gathered, or that are in
+    compiled modules; and where backward gathers other bytes than forward, those that are resharded
+    over fewer ranks.
 
     Args:
         values: of parameters, by their first names.
@@ -52,16 +54,30 @@ def values_with_operands(
         entry, schedule = entry_for(name, entries), schedules.get(name)
         if entry is None or is_sharded_by_plan(name, entry, schedules, mesh):
             continue
-        before = values.get(name, ShardValues())
-        is_used_whole = schedule is None or all(one.is_replicate() for one in schedule.run)
+        before, form = values.get(name, ShardValues()), GatheredOperand(recipe)
+        run = () if schedule is None else schedule.run
+        # Of sharded weights `resolve_precision` has checked that each rank's has whole blocks.
+        keeps_scales = form.has_local_scales or all(one.is_replicate() for one in run)
         if (
-            is_used_whole
+            keeps_scales
             and before.quantize is None
             and not any(is_inside(name, path) for path in compiled)
-            and _gathers(entry, GatheredOperand(recipe), before, model.get_parameter(name))
+            and _gathers(entry, form, before, _local_shape(model.get_parameter(name), run, mesh))
         ):
             found[name] = replace(before, operand=recipe)
     return found
+
+
+def _local_shape(
+    weight: nn.Parameter, placements: Sequence[Placement], mesh: DeviceMesh
+) -> tuple[int, ...]:
+    """Returns the shape of one rank's part, of equal parts."""
+    shape = list(weight.shape)
+    for axis, placement in enumerate(placements):
+        for dim in range(weight.ndim):
+            if placement.is_shard(dim):
+                shape[dim] //= mesh.size(axis)
+    return tuple(shape)
 
 
 def recipes_of_weights(
@@ -87,7 +103,7 @@ def recipes_of_weights(
 
 
 def _gathers(
-    entry: FullyShard, form: GatheredOperand, values: ShardValues, weight: nn.Parameter
+    entry: FullyShard, form: GatheredOperand, values: ShardValues, shape: tuple[int, ...]
 ) -> bool:
     """Whether the options of an entry let its parameters be gathered in a form."""
     options: dict[str, Any] = dict(entry.options)
@@ -99,7 +115,5 @@ def _gathers(
     if values.granularity is None:
         return True
     package: Any = find_fully_shard(entry.description)
-    keeps: bool = package.keeps_blocks(
-        values.granularity.make(), form.block(weight.shape), weight.shape
-    )
+    keeps: bool = package.keeps_blocks(values.granularity.make(), form.block(shape), shape)
     return keeps
