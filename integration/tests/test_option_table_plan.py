@@ -43,7 +43,7 @@ def test_a_refused_pair_has_sent_nothing_and_moved_no_parameter(monkeypatch):
     from integration.option_table.plan import apply
 
     refused = [pair for pair in table().pairs if pair.refusal is not None]
-    assert len(refused) == 35
+    assert len(refused) == 46
     models, make = [], apply.make
 
     def made(*given):

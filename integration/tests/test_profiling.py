@@ -7,6 +7,7 @@ import torch
 
 from integration.errors import UsageError
 from integration.train.measurement.profiling import FOLDER, StepProfiler, StepRange, live_tensors
+from plan_api import Float8Block, GatheredOperand
 
 
 @pytest.mark.parametrize(("text", "steps"), [("10:13", (10, 13)), ("4", (4, 4)), ("1:1", (1, 1))])
@@ -65,3 +66,13 @@ def test_live_tensors_count_memory_once():
     assert len(views) == 3
     size, _, count = row.split()[:3]
     assert (float(size), int(count)) == (pytest.approx(3 * 257 / 256, abs=1e-3), 3)
+
+
+def test_live_tensors_count_the_operands_of_a_weight_without_memory_of_its_own():
+    device, form = torch.device("cpu"), GatheredOperand(Float8Block("reference", 16))
+    weight = form.unsharded((32, 2064), torch.float32, device, lambda direction: None)
+    assert "2064)" not in live_tensors()
+    rows = form.quantize(torch.ones(32, 2064), None, "forward")
+    form.fill(weight, rows, None, "forward")
+    (row,) = [line for line in live_tensors().splitlines() if "float8" in line]
+    assert row.split()[:4] == ["0.063", "MiB", "1", "x"]  # under the shape of any of its views

@@ -26,6 +26,8 @@ NATIVE_RANDOM: Literal["stock"] = "stock"
 DIST_RNG_RANDOM: Literal["dist-rng"] = "dist-rng"
 # Of --attn-mask-type, attention within documents.
 BLOCK_CAUSAL: Literal["block-causal"] = "block-causal"
+# The output layer, of all families of models.
+EXCLUDED_FROM_PRECISION = r"(.*\.)?lm_head"
 
 _PROGRAM = "python -m integration.train"
 _DESCRIPTION = """Train a model and write a run folder: metrics.jsonl, summary.json, checkpoints.
@@ -42,7 +44,8 @@ def _positive_or_rest(number: int) -> int:
     return number
 
 
-def _regular_expression(pattern: str) -> str:
+def regular_expression(pattern: str) -> str:
+    """Refuses a pattern with an error, as a ValueError."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -181,7 +184,7 @@ class TrainConfig:
     precision: Precision = "none"
     """single and plan: recipe of plan-api by which linear layers and experts quantize the operands
     of their matrix products; weights and optimizer state stay fp32."""
-    precision_exclude: Annotated[str, AfterValidator(_regular_expression)] = r"(.*\.)?lm_head"
+    precision_exclude: Annotated[str, AfterValidator(regular_expression)] = EXCLUDED_FROM_PRECISION
     """Pattern of the names of linear layers and experts that do not; by default the output
     layer."""
     eval_samples: Annotated[int, Field(ge=0)] = 0

@@ -27,7 +27,7 @@ from plan_api.ops.routers.z_loss import RouterZLoss, add_router_z_loss
 from plan_api.plan import Plan
 from plan_api.runtime.deferred_init import deferred_init
 from plan_api.runtime.hooks import is_validating
-from plan_api.runtime.policies.precision import use_low_precision
+from plan_api.runtime.policies.precision import quantize_weights, use_low_precision
 from plan_api.spec.entry import Entry, Phase
 from plan_api.static.comparison import Difference, StaticError
 from plan_api.static.generation import generate_static, plan_communication
@@ -65,6 +65,7 @@ __all__ = [
     "lower",
     "parallelize",
     "plan_communication",
+    "quantize_weights",
     "redistribute",
     "track",
     "typecheck",

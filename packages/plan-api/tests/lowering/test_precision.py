@@ -16,7 +16,7 @@ from plan_api import (
     lower,
     parallelize,
 )
-from testkit import CommLog
+from testkit import CommLog, fake_mesh
 
 RECIPE = Float8Block("reference", 4)
 UP = r"layers\.\d+\.up"
@@ -160,3 +160,21 @@ def test_a_shard_that_cuts_a_block_is_refused(mesh, model):
 def test_a_linear_layer_with_its_own_forward_is_no_linear_layer(mesh):
     model = nn.Sequential(Scaled(4, 4), nn.Linear(4, 4))
     assert list(lower(Plan(mesh).precision(".*", RECIPE), model).precisions) == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "names"),
+    [
+        (Float8Block("reference", 4), {"layers.1.up.weight", "layers.1.down.weight"}),
+        (Float8Tensorwise(), set()),
+        (Float8Rowwise(), set()),
+    ],
+    ids=["block", "tensorwise", "rowwise"],
+)
+def test_sharded_weights_are_operands_where_no_scale_is_one_of_all_ranks(model, recipe, names):
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        plan = Plan(mesh).precision(r"layers\.1\.(up|down)", recipe)
+        plan.shard(r"layers\.1\.up\..*", Shard(0), "tp")
+        plan.shard(r"layers\.1\.down\.weight", Shard(1), "tp")
+        values = lower(plan.fully_shard("", "dp"), model).shard_values
+    assert {name for name, one in values.items() if one.operand == recipe} == names

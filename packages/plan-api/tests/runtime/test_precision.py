@@ -17,6 +17,7 @@ from plan_api import (
     Plan,
     installed,
     parallelize,
+    quantize_weights,
     use_low_precision,
     zoo,
 )
@@ -165,11 +166,13 @@ def test_data_parallel_gradients_have_the_bits_of_accumulated_microbatches():
     run_ranks(check, 2, timeout=240)
 
 
-def _gather_of_pair(recipe, mode, options):
+def _gather_of_pair(recipe, mode, options, tp=1):
     """Gradients, the bytes that forward gathers, and the values of parameters."""
-    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), dist.get_rank()
-    plan = Plan(mesh).redistribute("<in>", R, Shard(0)).precision(".*", recipe)
-    plan.annotate(r".*\.grad", P)
+    mesh = init_device_mesh("cpu", (2, tp), mesh_dim_names=("dp", "tp"))
+    rank = mesh.get_local_rank("dp")
+    plan = _pair_plan(mesh) if tp > 1 else Plan(mesh)
+    plan.redistribute("<in>", R, Shard(0), "dp").precision(".*", recipe)
+    plan.annotate(r".*\.grad", P, "dp")
     for path in ("up", "down", ""):
         plan.fully_shard(path, "dp", **options)
     model = parallelize(_pair(), plan, mode=mode, guard_steps=0)
@@ -205,6 +208,30 @@ def test_weights_are_gathered_as_operands_where_granularities_keep_their_blocks(
             assert values["up.weight"].operand == RECIPES[2]
 
     run_ranks(check, 2, timeout=240)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@quiet
+def test_weights_of_tensor_parallelism_are_gathered_as_operands_where_scales_are_local():
+    from fsdp import Block
+
+    def check():
+        for mode in ("eager", "static"):
+            for recipe in RECIPES:
+                is_local = recipe.name in ("float8-block", "mxfp8")
+                grads, sent, values = _gather_of_pair(recipe, mode, {}, tp=2)
+                assert all(str(one) == f"operand={recipe}" for one in values.values())
+                assert len(values) == (2 if is_local else 0)
+                plain, plainly_sent, _ = _gather_of_pair(
+                    recipe, mode, {"granularity": Block(31)}, tp=2
+                )
+                _assert_equal(grads, plain)
+                # Of weights each rank has 2048 elements, beside biases of 64 and few scales.
+                if is_local:
+                    assert sent < 0.45 * plainly_sent, (recipe, sent, plainly_sent)
+
+    run_ranks(check, 4, timeout=240)
 
 
 def _pair_plan(mesh):
@@ -273,3 +300,18 @@ def test_tensor_parallel_scales_are_reduced_once_and_are_those_of_one_device():
     for found in run_ranks(check, 2, timeout=240):
         for (recipe, _), bytes_ in found.items():
             assert bytes_ == [Counter(one) for one in _OF_SCALES[recipe]]
+
+
+def test_weights_are_quantized_once_and_not_if_other_modules_have_them():
+    first, second, table = nn.Linear(8, 8), nn.Linear(8, 8), nn.Embedding(8, 8)
+    second.weight = first.weight
+    model = nn.ModuleDict({"first": first, "second": second, "table": table})
+    quantized = quantize_weights(model, "first|second", Float8Tensorwise())
+    assert list(quantized) == ["first.weight"]
+    error = (quantized["first.weight"].dequantized() - first.weight).abs().max()
+    assert 0 < error <= first.weight.abs().max() / 16  # half a step of three bits
+    with pytest.raises(ValueError, match=r"got that of first, which another module has as first"):
+        quantize_weights(model, "first", Float8Tensorwise())
+    table.weight = first.weight
+    with pytest.raises(ValueError, match=r"got that of first, which another module has"):
+        quantize_weights(model, "first|second", Float8Tensorwise())

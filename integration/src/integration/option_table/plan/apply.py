@@ -74,7 +74,7 @@ def build(options: Mapping[str, Any], mesh: DeviceMesh, rank: int = 0) -> PlanMo
         ValueError: the options are refused.
     """
     model = make(options, seed_of(options, rank))
-    names = ("mode", "guard_steps", "src_data_rank", "bucket_mb", "strict")
+    names = ("mode", "guard_steps", "src_data_rank", "bucket_mb", "strict", "overlap")
     arguments = {name: options[name] for name in names if name in options}
     if any(name in options for name in PACKAGES):
         arguments["use"] = tuple(name for name in PACKAGES if options.get(name))
@@ -111,6 +111,8 @@ def plan_of(options: Mapping[str, Any], mesh: DeviceMesh) -> Plan:
         plan.redistribute(
             "positions.<out>", Shard(2), _REPLICATED, "tp", grad_src=_REPLICATED
         )  # fmt: skip
+    if "precision" in options:
+        plan.precision(r"mlp\.(up|down)", options["precision"])
     if "recompute" in options:
         plan.recompute("mlp", options["recompute"])
     if "recompute_routed" in options:
@@ -151,7 +153,9 @@ def _shard_batch(plan: Plan, options: Mapping[str, Any]) -> None:
     else:
         plan.redistribute("<out>", _ROWS, _REPLICATED, "dp", grad_src=_REPLICATED, grad_dst=_ROWS)
     if "fully_shard" in options:
-        names = ("reshard_after_forward", "granularity", "replicate", "flat", "mp_policy")
+        names = (
+            "reshard_after_forward", "granularity", "replicate", "flat", "mp_policy", "send_dtype",
+        )  # fmt: skip
         arguments = {name: options[name] for name in names if name in options}
         quantize = _TILES if "quantize" in options else None
         plan.fully_shard("mlp", along, **arguments, quantize=quantize)

@@ -17,7 +17,7 @@ from integration.option_table.pairwise import Choice, Completion, Pair, Run, mer
 from integration.option_table.plan.apply import axes_of, build, mesh_of, ranks_of
 from integration.option_table.plan.model import BATCH, TOKENS, WIDTH
 from integration.option_table.plan.observation import PlanObservation
-from plan_api import uninstall
+from plan_api import Float8Rowwise, uninstall
 from testkit import Collective, fake_mesh
 
 _MOST_RANKS = 4
@@ -33,7 +33,8 @@ def is_right(ranks: tuple[PlanObservation, ...], options: Mapping[str, Any]) -> 
 
 
 def _tolerance(options: Mapping[str, Any]) -> float:
-    return 5e-2 if "mp_policy" in options or "quantize" in options else 1e-5  # bfloat16, 8 bits
+    narrow = {"mp_policy", "quantize", "send_dtype", "precision"}  # bfloat16, 8 bits
+    return 5e-2 if narrow & options.keys() else 1e-5
 
 
 def _count(calls: tuple[Collective, ...], *kinds: str) -> int:
@@ -93,6 +94,8 @@ def _are_named(seen: PlanObservation, options: Mapping[str, Any]) -> bool:
         return rules
     return rules and _reductions(seen) > len(seen.local_numel) // 2
 
+
+_WEIGHTS = {"tp": "weights"}
 
 PARALLELIZE: tuple[Choice, ...] = (
     rank_choice(
@@ -160,10 +163,18 @@ PARALLELIZE: tuple[Choice, ...] = (
         lambda seen, options: not seen.weights_before,
         deferred=True,
     ),
+    rank_choice(
+        'overlap="tp"',
+        "sends and receives in forward and backward, beside the products of the MLP",
+        lambda seen, options: (
+            _count(seen.forward, "send") > 0 and _count(seen.backward, "send") > 0
+        ),
+        overlap="tp",
+        **_WEIGHTS,
+    ),
 )
 
 _BATCH = {"dp": True}
-_WEIGHTS = {"tp": "weights"}
 _FULLY = {**_BATCH, "fully_shard": True}
 
 PLAN: tuple[Choice, ...] = (
@@ -276,6 +287,12 @@ PLAN: tuple[Choice, ...] = (
         **_BATCH, experts="dispatch", recompute_routed="keep-dispatch",
     ),
     rank_choice(
+        'precision("mlp.(up|down)", Float8Rowwise())',
+        "the MLP multiplies float8 operands",
+        lambda seen, options: seen.quantized >= 2,
+        precision=Float8Rowwise("reference"),
+    ),
+    rank_choice(
         'compile("attention", "aot_eager")', "attention is one graph of torch.compile",
         lambda seen, options: seen.graphs > 0,
         compile="aot_eager",
@@ -319,6 +336,14 @@ PLAN: tuple[Choice, ...] = (
         "the MLP computes in bfloat16",
         lambda seen, options: seen.mlp_dtype == torch.bfloat16,
         **_FULLY, mp_policy=MixedPrecisionPolicy(torch.bfloat16),
+    ),
+    rank_choice(
+        "fully_shard(send_dtype=torch.float8_e5m2)",
+        "gradients are sent as bytes, in all-to-alls",
+        lambda seen, options: any(
+            call.op == "all_to_all" and call.dtype == "uint8" for call in seen.backward
+        ),
+        **_FULLY, send_dtype=torch.float8_e5m2,
     ),
     rank_choice(
         "fully_shard(flat=True)", "a quarter of the parameters, about; half with `replicate=2`",

@@ -25,6 +25,7 @@ from integration.option_table.plan.model import (
 )
 from integration.option_table.recording import local_tensor, sent_collectives
 from plan_api import parallelize, uninstall
+from plan_api.ops.low_precision import linear
 from testkit import Collective, CommLog
 
 __all__ = ["PlanObservation", "observe"]
@@ -64,6 +65,7 @@ class PlanObservation:
         factory_shape: local shape of the tensor that forward creates.
         dropped: share of zeros after dropout.
         weights_before: whether the model had memory for weights before `parallelize`.
+        quantized: number of the last forward's products with operands in low precision.
         rules: number of operators that dtensor-rules ran.
         graphs: number of graphs of torch.compile, of all steps.
         refused: errors of `parallelize` for plans that an option makes it refuse, by option.
@@ -94,6 +96,7 @@ class PlanObservation:
     factory_shape: tuple[int, ...]
     dropped: float
     weights_before: bool
+    quantized: int
     rules: int
     graphs: int
     refused: Mapping[str, str]
@@ -200,8 +203,10 @@ def _train(model: PlanModel, watch: _PlanHooks) -> dict[str, Any]:
         before, watch.values["router_calls"] = CountedMlp.calls, 0
         optimizer.zero_grad()
         x = _batch(step)
-        with CommLog() as log:
+        products = mock.patch.object(linear, "multiply", wraps=linear.multiply)
+        with CommLog() as log, products as multiplied:
             out = model(x)
+        seen["quantized"] = multiplied.call_count
         seen["forward"] = sent_collectives(log)
         seen["gathered"] = sum(local_tensor(param).numel() for param in model.mlp.parameters())
         gather = mock.patch.object(

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch.distributed.tensor import DTensor
 
 from integration.errors import UsageError
 
@@ -106,7 +104,7 @@ def live_tensors() -> str:
     """Returns a table of the memory of this rank's Python tensors, the largest first.
 
     Tensors with the same shape and dtype are one row. A storage that several tensors share counts
-    once, at its full size; of DTensors the local tensors count.
+    once, at its full size; of DTensors and others that dispatch in Python, those inside count.
     """
     gc.collect()
     seen: set[int] = set()
@@ -114,8 +112,9 @@ def live_tensors() -> str:
     total: Counter[str] = Counter()
     for tensor in gc.get_objects():
         # Not isinstance, which queries the class of proxies, some of which raise.
-        # FakeTensors, which compiled graphs reference, have no memory.
-        if not issubclass(type(tensor), Tensor) or issubclass(type(tensor), DTensor | FakeTensor):
+        # Those that dispatch in Python have no memory: they wrap others, or are FakeTensors.
+        cls = type(tensor)
+        if not issubclass(cls, Tensor) or cls.__torch_dispatch__ is not Tensor.__torch_dispatch__:
             continue
         if tensor.device.type == "meta" or tensor.layout is not torch.strided:
             continue

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.lowering.fully_shard import entry_for, is_sharded_by_plan
 from plan_api.lowering.ir import FullyShard, ModulePolicy, Schedule, ShardValues
@@ -16,7 +17,7 @@ from plan_api.ops.low_precision.recipes import Recipe
 from plan_api.ops.low_precision.weights import GatheredOperand
 from plan_api.spec.fully_shard_package import find_fully_shard
 
-__all__ = ["values_with_operands"]
+__all__ = ["recipes_of_weights", "values_with_operands"]
 
 _KEEP_PARAMETERS = ("ddp", "zero1", "zero2")  # placements of fully_shard that gather no bytes
 
@@ -33,9 +34,10 @@ def values_with_operands(
     """Adds the recipes of weights that are quantized before they are gathered.
 
     Others are gathered in the dtype of compute, and quantized afterwards, to the same bits: those
-    that other modules use, that the plan shards while they are used, that a granularity would split
-    in blocks with a scale, that stay gathered, or that are in compiled modules; and where backward
-    gathers other bytes than forward, those that are resharded over fewer ranks.
+    that other modules use, of which the plan shards elements with one scale while they are used,
+    that a granularity would split in blocks with a scale, that stay gathered, or that are in
+    compiled modules; and where backward gathers other bytes than forward, those that are resharded
+    over fewer ranks.
 
     Args:
         values: of parameters, by their first names.
@@ -48,24 +50,45 @@ def values_with_operands(
     """
     found = dict(values)
     compiled = tuple(compiled)
-    for name, recipe in _weights(model, precisions).items():
+    for name, recipe in recipes_of_weights(model, precisions).items():
         entry, schedule = entry_for(name, entries), schedules.get(name)
         if entry is None or is_sharded_by_plan(name, entry, schedules, mesh):
             continue
-        before = values.get(name, ShardValues())
-        is_used_whole = schedule is None or all(one.is_replicate() for one in schedule.run)
+        before, form = values.get(name, ShardValues()), GatheredOperand(recipe)
+        run = () if schedule is None else schedule.run
+        # Of sharded weights `resolve_precision` has checked that each rank's has whole blocks.
+        keeps_scales = form.has_local_scales or all(one.is_replicate() for one in run)
         if (
-            is_used_whole
+            keeps_scales
             and before.quantize is None
             and not any(is_inside(name, path) for path in compiled)
-            and _gathers(entry, GatheredOperand(recipe), before, model.get_parameter(name))
+            and _gathers(entry, form, before, _local_shape(model.get_parameter(name), run, mesh))
         ):
             found[name] = replace(before, operand=recipe)
     return found
 
 
-def _weights(model: nn.Module, precisions: Mapping[str, ModulePolicy]) -> dict[str, Recipe]:
-    """Returns the recipes of weights that all modules that have them multiply by one recipe."""
+def _local_shape(
+    weight: nn.Parameter, placements: Sequence[Placement], mesh: DeviceMesh
+) -> tuple[int, ...]:
+    """Returns the shape of one rank's part, of equal parts."""
+    shape = list(weight.shape)
+    for axis, placement in enumerate(placements):
+        for dim in range(weight.ndim):
+            if placement.is_shard(dim):
+                shape[dim] //= mesh.size(axis)
+    return tuple(shape)
+
+
+def recipes_of_weights(
+    model: nn.Module, precisions: Mapping[str, ModulePolicy]
+) -> dict[str, Recipe]:
+    """Returns the recipes of weights that all modules that have them multiply by one recipe.
+
+    Args:
+        model: any.
+        precisions: the recipes of linear layers, by path.
+    """
     recipes: dict[int, list[Recipe | None]] = {}
     for path, module in model.named_modules():
         for key, param in module.named_parameters(recurse=False):
@@ -80,7 +103,7 @@ def _weights(model: nn.Module, precisions: Mapping[str, ModulePolicy]) -> dict[s
 
 
 def _gathers(
-    entry: FullyShard, form: GatheredOperand, values: ShardValues, weight: nn.Parameter
+    entry: FullyShard, form: GatheredOperand, values: ShardValues, shape: tuple[int, ...]
 ) -> bool:
     """Whether the options of an entry let its parameters be gathered in a form."""
     options: dict[str, Any] = dict(entry.options)
@@ -92,7 +115,5 @@ def _gathers(
     if values.granularity is None:
         return True
     package: Any = find_fully_shard(entry.description)
-    keeps: bool = package.keeps_blocks(
-        values.granularity.make(), form.block(weight.shape), weight.shape
-    )
+    keeps: bool = package.keeps_blocks(values.granularity.make(), form.block(shape), shape)
     return keeps

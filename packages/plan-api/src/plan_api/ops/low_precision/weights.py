@@ -173,6 +173,14 @@ class GatheredOperand:
         """Whether products of backward take other bytes than those of forward."""
         return "backward" in self._forms
 
+    @property
+    def has_local_scales(self) -> bool:
+        """Whether no scale is one of a whole row, column or matrix, in either direction.
+
+        Then ranks that shard a weight along either dim, in whole blocks, share no scale.
+        """
+        return all(one.rows is not None and one.columns is not None for one in self._forms.values())
+
     def block(self, shape: Sequence[int]) -> int:
         """Returns the elements of the rows that share scales in one direction or the other."""
         rows = max(form.rows or 1 for form in self._forms.values())

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.ir import ModulePolicy, QuantizedGather, Schedule
+from plan_api.lowering.operands import recipes_of_weights
 from plan_api.lowering.precision import resolve_precision
 from plan_api.ops.low_precision.dtensors import feature_groups, low_precision_linear_of_dtensors
 from plan_api.ops.low_precision.experts import (
@@ -21,13 +22,16 @@ from plan_api.ops.low_precision.experts import (
     is_experts,
 )
 from plan_api.ops.low_precision.linear import FeatureGroups, LowPrecision, low_precision_linear
+from plan_api.ops.low_precision.quantize import Quantized, amax_of, quantize, scales_of
 from plan_api.ops.low_precision.recipes import Recipe, check_recipe
 from plan_api.ops.low_precision.tokens import TokenGather
 from plan_api.runtime.policies.replaced_forward import ReplacedForward, forward_of
 from plan_api.spec.entry import Entry, EntryKind
 from plan_api.spec.path import parse_path
 
-__all__ = ["install_precision", "precisions_on", "token_gathers", "use_low_precision"]
+__all__ = [
+    "install_precision", "precisions_on", "quantize_weights", "token_gathers", "use_low_precision",
+]  # fmt: skip
 
 
 def use_low_precision(
@@ -54,10 +58,7 @@ def use_low_precision(
     check_recipe(what, recipe)
     if device is None:
         device = next((param.device.type for param in model.parameters()), "cpu")
-    entry = Entry(
-        EntryKind.PRECISION, parse_path(path, True), (), (), options=(("recipe", recipe),)
-    )
-    found = resolve_precision([entry], model)
+    found = _named_layers(model, path, recipe)
     precision = LowPrecision.on(what, recipe, device)
     forward = _forward(precision, FeatureGroups())
     handles = []
@@ -68,6 +69,56 @@ def use_low_precision(
         else:
             handles.append(ReplacedForward(module, forward))
     return tuple(handles)
+
+
+@torch.no_grad()
+def quantize_weights(model: nn.Module, path: str, recipe: Recipe) -> dict[str, Quantized]:
+    """Quantizes the weights of linear layers as their outputs' products do, to export them.
+
+    Experts that the pattern names are left out, as their weights have three dims.
+
+    Args:
+        model: of plain tensors; it is not changed.
+        path: see `Plan.precision`.
+        recipe: see `Plan.precision`.
+
+    Returns:
+        float8 elements (N, K) and scales of each weight, by its first name.
+
+    Raises:
+        ValueError: as `use_low_precision`; or another module uses a weight, which may not be one
+            with the recipe.
+    """
+    what = f"quantize_weights({path!r})"
+    check_recipe(what, recipe)
+    found = {
+        name: policy
+        for name, policy in _named_layers(model, path, recipe).items()
+        if not is_experts(model.get_submodule(name))
+    }
+    weights = recipes_of_weights(model, found)
+    first_names = {id(param): name for name, param in model.named_parameters()}
+    quantized: dict[str, Quantized] = {}
+    for layer in found:
+        weight = model.get_submodule(layer).get_parameter("weight")
+        name = first_names[id(weight)]
+        if name not in weights:
+            raise ValueError(
+                f"{what}: expected weights of linear layers with the recipe only, got that of "
+                f"{layer}, which another module has as {name}; leave {layer} out of the pattern"
+            )
+        if name not in quantized:
+            scaling = recipe.output.right
+            scales = scales_of(amax_of(weight, scaling), scaling)
+            quantized[name] = quantize(weight, scaling, scales)
+    return quantized
+
+
+def _named_layers(model: nn.Module, path: str, recipe: Recipe) -> dict[str, ModulePolicy]:
+    entry = Entry(
+        EntryKind.PRECISION, parse_path(path, True), (), (), options=(("recipe", recipe),)
+    )
+    return resolve_precision([entry], model)
 
 
 def precisions_on(
