@@ -15,7 +15,7 @@ from plan_api.spec.arguments import Axes
 from plan_api.spec.axes import resolve_axes
 from plan_api.spec.plan_entries import PlanEntries
 from plan_api.spec.serialization import entries_from_json, entries_to_json
-from plan_api.spec.transformers_plans import TransformersAxes, add_transformers_plans
+from plan_api.spec.transformers.plans import TransformersAxes, add_transformers_plans
 
 __all__ = ["Plan"]
 

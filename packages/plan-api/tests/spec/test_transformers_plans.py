@@ -215,6 +215,70 @@ def test_gradients_are_those_of_one_device(axis):
             assert_train_alike(one, other)
 
 
+# Models whose own code creates tensors, with the sizes of their configs.
+_RECURRENT = {
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}  # fmt: skip
+_FEW_EXPERTS = {
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}  # fmt: skip
+_MAMBA = {"mamba_d_state": 4, "mamba_expand": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False}
+CREATING = {
+    "Phimoe": _FEW_EXPERTS,
+    "MiniMax": _FEW_EXPERTS
+    | {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "block_size": 4},
+    "Qwen3Next": _RECURRENT | _FEW_EXPERTS | {"shared_expert_intermediate_size": 48, "head_dim": 8},
+    "OlmoHybrid": _RECURRENT | {"num_key_value_heads": 4},
+    "Jamba": _FEW_EXPERTS
+    | _MAMBA
+    | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "Llama4": {
+        "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 4, "moe_layers": [1],
+        "no_rope_layers": [1, 0], "attn_temperature_tuning": True, "floor_scale": 4,
+    },
+}  # fmt: skip
+CREATING_IN_FAST_TESTS = ("Phimoe", "MiniMax")
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
+@pytest.mark.parametrize(
+    ("mode", "axis", "names"),
+    [
+        ("eager", "tp", CREATING_IN_FAST_TESTS),
+        pytest.param("eager", "tp", (*CREATING,), marks=pytest.mark.slow),
+        pytest.param("eager", "dp", (*CREATING,), marks=pytest.mark.slow),
+        pytest.param("static", "tp", (*CREATING,), marks=pytest.mark.slow),
+    ],
+)
+def test_models_that_create_tensors_have_the_gradients_of_one_device(mode, axis, names):
+    """Recurrent layers, frequencies made in each call, and scales by positions."""
+
+    def make(name):
+        return models.nowhere_zero(models.causal_lm(name, **CREATING[name]))
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+        trained = []
+        for name in names:
+            model = make(name)
+            plan = plan_along(model, mesh)
+            if mode == "static":
+                ids = torch.zeros(4, 8, dtype=torch.int64)
+                plan = generate_static(plan, make(name), {"input_ids": ids, "labels": ids})
+            parallelize(model, plan, mode=mode)
+            trained.append(train_by_sgd(model))
+        return trained
+
+    expected = [train_by_sgd(make(name)) for name in names]
+    for found in run_ranks(check, 2, timeout=300):
+        for one, other in zip(found, expected, strict=True):
+            assert_train_alike(one, other)
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
@@ -332,6 +396,25 @@ def test_experts_that_return_their_input_are_refused(mesh):
     model._tp_plan = {"model.layers.*.mlp.experts.act_fn": "moe_identity_expert"}
     with pytest.raises(ValueError, match=r"each of which would add those of experts .*tp out"):
         Plan.from_tp_plan(model, mesh)
+
+
+def test_layers_of_which_dtensors_have_no_backward_are_refused(mesh):
+    with pytest.raises(ValueError, match=r"got DogeAttention \(model\.layers\.0\.self_attn\)"):
+        Plan.from_tp_plan(models.causal_lm("Doge"), mesh)
+
+
+def test_recurrent_layers_are_replicated(mesh):
+    """Also where the plan of the model shards their projections, and gathers what they make."""
+    model = models.causal_lm("Qwen3Next", **CREATING["Qwen3Next"])
+    assert model._tp_plan["model.layers.*.linear_attn.in_proj_ba"] == "colwise_gather_output"
+    schedules = lower(Plan.from_tp_plan(model, mesh), model).schedules
+    assert schedules["model.layers.1.self_attn.q_proj.weight"].run == (Replicate(), Shard(0))
+    assert not any(
+        placement.is_shard()
+        for name, schedule in schedules.items()
+        if "linear_attn" in name
+        for placement in schedule.run
+    )
 
 
 def test_parameters_of_experts_that_no_rule_shards_are_refused(mesh):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 __all__ = [
-    "VOCABULARY", "TwoLinears", "aria", "deepseek_v2", "deepseek_v3", "gemma3", "gpt2", "gpt_oss",
+    "VOCABULARY", "TwoLinears", "aria", "causal_lm", "deepseek_v2", "deepseek_v3", "gemma3", "gpt2", "gpt_oss",
     "granite_swa", "llama", "llama4", "mixtral", "nowhere_zero", "qwen3", "qwen3_moe",
     "reinitialize", "vit",
 ]  # fmt: skip
@@ -188,6 +188,19 @@ def aria(**changes: Any) -> nn.Module:
 
     experts = {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}
     return _seeded(AriaTextForCausalLM, AriaTextConfig(**_DECODER | experts | changes))
+
+
+def causal_lm(name: str, **changes: Any) -> nn.Module:
+    """A decoder of transformers by the first part of its class's name, such as ``"Jamba"``.
+
+    Args:
+        name: of the class, before ``ForCausalLM``.
+        changes: to its config, which has the sizes of `llama` where it takes them.
+    """
+    import transformers
+
+    cls = getattr(transformers, f"{name}ForCausalLM")
+    return _seeded(cls, cls.config_class(**_DECODER | changes))
 
 
 def granite_swa(**changes: Any) -> nn.Module:

@@ -24,6 +24,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.spec.placements import interleaved_shard
 from plan_api.spec.plan_entries import PlanEntries
+from plan_api.spec.transformers.tensors import (
+    check_runs_on_dtensors,
+    is_inside_any,
+    place_created_tensors,
+    recurrent_layers,
+)
 
 __all__ = ["TransformersAxes", "add_transformers_plans"]
 
@@ -73,8 +79,6 @@ _PARAM_STYLES: dict[str, Callable[[int], Placement]] = {
 # Projections of attention to heads and from them, with the dim of the weight that heads are in.
 _HEADS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
 _GROUPS = "num_key_value_groups"
-_MODEL_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "labels")
-_MADE_BY_MODEL = ("attention_mask", "position_ids")  # as plain tensors
 # Of fully_shard: whether a module's parameters are gathered again in backward.
 _RESHARDS: dict[str, bool | None] = {"free_full_weight": None, "keep_full_weight": False}
 
@@ -96,6 +100,14 @@ class TransformersAxes:
     data: Sequence[str]
 
 
+@dataclass(frozen=True)
+class _Regions:
+    """The paths of modules that run on local tensors: parts are summed, or all is replicated."""
+
+    mixtures: Sequence[str]
+    recurrent: Sequence[str]
+
+
 def add_transformers_plans(plan: PlanEntries, model: nn.Module, axes: TransformersAxes) -> None:
     """Adds a model's own parallelism to a plan.
 
@@ -106,15 +118,13 @@ def add_transformers_plans(plan: PlanEntries, model: nn.Module, axes: Transforme
 
     Raises:
         ValueError: the model lacks the definition for an axis, or has one with an unknown style;
-            names the style and the module.
+            names the style and the module; or its own code does not run on DTensors.
     """
+    check_runs_on_dtensors(model)
     modules = dict(model.named_modules())
     tp, data = axes.tp, axes.data
-    for path, argument in dict.fromkeys(_plain_inputs(modules)):
-        where = f"{path}.<in:{argument}>" if path else f"<in:{argument}>"
-        along = [*data, *([] if tp is None else [tp])]
-        sharded = Replicate() if path else Shard(0)
-        plan.shard(where, [sharded if axis in data else Replicate() for axis in along], along)
+    recurrent = recurrent_layers(modules)
+    place_created_tensors(plan, modules, recurrent, data, tp)
     experts = _experts(model, modules)
     mixtures = [
         name.rpartition(".")[0]
@@ -123,7 +133,7 @@ def add_transformers_plans(plan: PlanEntries, model: nn.Module, axes: Transforme
         if not _takes_choices(module)
     ]
     styles = {} if tp is None else _rules(model, "_tp_plan", "tensor parallelism", "tp")
-    _add_tp_plan(plan, model, modules, styles, mixtures, axes)
+    _add_tp_plan(plan, model, modules, styles, _Regions(mixtures, recurrent), axes)
     if axes.ep is not None:
         by_number = _rules(model, "_ep_plan", "expert parallelism", "ep")
         _add_sharded_experts(plan, model, by_number, axes.ep)
@@ -179,27 +189,36 @@ def _add_tp_plan(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
     rules: Mapping[str, str],
-    regions: Collection[str],
+    regions: _Regions,
     axes: TransformersAxes,
 ) -> None:
     tp = axes.tp
     if tp is None:
         return
     for rule, style in rules.items():
-        pattern, matched = _pattern(rule), _matching(rule, modules)
+        pattern, found = _pattern(rule), _matching(rule, modules)
+        matched = {
+            name: one for name, one in found.items() if not is_inside_any(name, regions.recurrent)
+        }
+        if len(matched) < len(found):
+            if not matched:
+                continue  # all of its modules are replicated
+            pattern = f"({'|'.join(map(re.escape, matched))})"
         if matched and style == _EXPERTS:
             continue  # experts are added for all axes at once
         if not matched and style in _PARAM_STYLES:
-            _add_param_rule(plan, model, rule, style, tp)
+            _add_param_rule(plan, model, rule, style, tp, regions.recurrent)
             continue
         if style not in _STYLES or not matched:
             _refuse(rule, style, model, (*_STYLES, _EXPERTS))
             continue  # the rule is for a part that this model does not have
         units = {_unit_of_heads(name, modules) for name in matched}
         unit = units.pop() if len(units) == 1 else None
+        if style.startswith("embedding"):
+            _reduce_before_children(plan, pattern, matched.values(), tp)
         if style == _LATENTS:
             _place_keys(plan, pattern.rpartition(r"\.")[0], axes)
-        within = all(name.startswith(tuple(f"{one}." for one in regions)) for name in matched)
+        within = all(is_inside_any(name, regions.mixtures) for name in matched)
         for tensor, placement in _STYLES[style]().items():
             if tensor.startswith("<"):
                 if not within:  # the region's output is summed
@@ -209,12 +228,27 @@ def _add_tp_plan(
                 plan.shard(rf"{pattern}\.{tensor}", placement, tp, unit=of_heads)
 
 
-def _add_param_rule(plan: PlanEntries, model: nn.Module, rule: str, style: str, tp: str) -> None:
+def _reduce_before_children(
+    plan: PlanEntries, pattern: str, embeddings: Iterable[nn.Module], tp: str
+) -> None:
+    """Sums the rows that an embedding finds before its own modules, such as Inkling's norm."""
+    for child in {name for module in embeddings for name, _ in module.named_children()}:
+        plan.shard(rf"{pattern}\.{re.escape(child)}.<in>", Replicate(), tp)
+
+
+def _add_param_rule(
+    plan: PlanEntries,
+    model: nn.Module,
+    rule: str,
+    style: str,
+    tp: str,
+    replicated: Collection[str],
+) -> None:
     """Shards the parameters that a rule names, such as the sinks of attention."""
     params = {
         name: param
         for name, param in model.named_parameters(remove_duplicate=False)
-        if re.fullmatch(_pattern(rule), name)
+        if re.fullmatch(_pattern(rule), name) and not is_inside_any(name, replicated)
     }
     for dims in {param.ndim for param in params.values()}:
         heads = rule.endswith(".sinks") and all(
@@ -396,27 +430,3 @@ def _refuse(rule: str, style: str, model: nn.Module, known: Iterable[str]) -> No
             f"from_tp_plan: expected a style among {', '.join(known)}, got {style!r} for {rule!r} "
             f"({found[0]}) of {type(model).__name__}; write a plan for this model"
         )
-
-
-def _plain_inputs(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    """Yields the arguments whose plain tensors meet DTensor parameters: inputs and masks."""
-    arguments = {
-        name: inspect.signature(module.forward).parameters for name, module in modules.items()
-    }
-    yield from (("", argument) for argument in _MODEL_INPUTS if argument in arguments[""])
-    alike: dict[str, list[str]] = {}
-    for name in filter(None, modules):
-        alike.setdefault(_of_any_layer(name), []).append(name)
-    for argument in _MADE_BY_MODEL:
-        for path, names in alike.items():
-            taking = [
-                name
-                for name in names
-                if argument in arguments[name] and not arguments[name].keys() & set(_MODEL_INPUTS)
-            ]
-            paths = [path] if taking == names else map(re.escape, taking)
-            yield from ((one, argument) for one in paths)
-
-
-def _of_any_layer(name: str) -> str:
-    return re.sub(r"(?<=\\.)\d+(?=\\.|$)", r"\\d+", re.escape(name))

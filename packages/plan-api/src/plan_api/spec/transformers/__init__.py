@@ -1,0 +1,1 @@
+"""The plans that transformers models bring along."""
