@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
-    "ShapeMode", "is_uneven_view_error", "no_compile", "on_host",
+    "ShapeMode", "has_triton", "is_uneven_view_error", "no_compile", "on_host",
     "use_rule_for_convolution_backward",
 ]  # fmt: skip
 
@@ -46,6 +46,13 @@ def is_uneven_view_error(message: str) -> bool:
     (torch/distributed/tensor/_ops/_view_ops.py).
     """
     return "unevenly sharded" in message or "Attempted to split the sharded dim" in message
+
+
+def has_triton() -> bool:
+    """Whether torch compiles kernels for this machine's accelerator by triton."""
+    from torch.utils._triton import has_triton as torch_has_triton  # imports triton
+
+    return bool(torch_has_triton())
 
 
 def no_compile(function: Callable[_P, _R]) -> Callable[_P, _R]:

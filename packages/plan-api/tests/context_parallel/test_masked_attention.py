@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from plan_api import AttentionMask
-from plan_api.context_parallel import AttentionCall, SequenceSharding, kernels, tiles
+from plan_api.context_parallel import AttentionCall, SequenceSharding, tiles
 from plan_api.context_parallel.attention import IMPLEMENTATIONS
 from plan_api.context_parallel.dropout import AttentionDropout
+from plan_api.context_parallel.kernels import cpu
 from testkit import CommLog, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -123,7 +124,7 @@ def differences(case, mesh, order=None, **axes):
 
 def check_cases(drawn, call_pairs, causal_sizes):
     tiles._CALL_PAIRS = call_pairs
-    kernels._CpuFlash.causal_queries, kernels._CpuFlash.causal_strip = causal_sizes
+    cpu.CpuFlash.causal_queries, cpu.CpuFlash.causal_strip = causal_sizes
     tiles.block_tiles.cache_clear()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return [differences(case, mesh) for case in drawn]
