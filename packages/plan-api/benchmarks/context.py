@@ -29,7 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from plan_api import AttentionMask
 from plan_api.context_parallel import AttentionCall, SequenceSharding
 from plan_api.context_parallel.attention import IMPLEMENTATIONS
-from plan_api.context_parallel.kernels import _CpuFlash, select_kernel
+from plan_api.context_parallel.kernels import select_kernel
+from plan_api.context_parallel.kernels.cpu import CpuFlash
 from plan_api.context_parallel.methods import ring
 from plan_api.context_parallel.order import areas, balanced_order
 from plan_api.context_parallel.tiles import divide_causal
@@ -215,7 +216,7 @@ def processor_times(step):
 
     It is the processor time of the process, in seconds.
     """
-    marks, native = [], {name: getattr(_CpuFlash, name) for name in ("_forward", "_backward")}
+    marks, native = [], {name: getattr(CpuFlash, name) for name in ("_forward", "_backward")}
 
     def timed(function):
         def call(*args):
@@ -228,13 +229,13 @@ def processor_times(step):
 
     try:
         for name, function in native.items():
-            setattr(_CpuFlash, name, timed(function))
+            setattr(CpuFlash, name, timed(function))
         marks.append(time.process_time())
         step()
         marks.append(time.process_time())
     finally:
         for name, function in native.items():
-            setattr(_CpuFlash, name, function)
+            setattr(CpuFlash, name, function)
     return [stop - start for start, stop in pairwise(marks)]
 
 

@@ -29,6 +29,7 @@ from plan_api.runtime.deferred_init import deferred_init
 from plan_api.runtime.hooks import is_validating
 from plan_api.runtime.policies.precision import quantize_weights, use_low_precision
 from plan_api.spec.entry import Entry, Phase
+from plan_api.spec.plan_entries import UlyssesRing
 from plan_api.static.comparison import Difference, StaticError
 from plan_api.static.generation import generate_static, plan_communication
 
@@ -51,6 +52,7 @@ __all__ = [
     "Record",
     "RouterZLoss",
     "StaticError",
+    "UlyssesRing",
     "add_router_z_loss",
     "attention_mask",
     "breakpoint",

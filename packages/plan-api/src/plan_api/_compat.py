@@ -12,12 +12,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
-    "ShapeMode", "is_uneven_view_error", "no_compile", "on_host",
+    "ShapeMode", "divided_axis", "has_triton", "is_uneven_view_error", "no_compile", "on_host",
     "use_rule_for_convolution_backward",
 ]  # fmt: skip
 
@@ -46,6 +47,30 @@ def is_uneven_view_error(message: str) -> bool:
     (torch/distributed/tensor/_ops/_view_ops.py).
     """
     return "unevenly sharded" in message or "Attempted to split the sharded dim" in message
+
+
+def divided_axis(mesh: DeviceMesh, axis: int, ranks: int) -> DeviceMesh:
+    """Returns a mesh in which an axis is two: groups of consecutive ranks, and their ranks.
+
+    All ranks of the root mesh call it, as it makes process groups.
+
+    Args:
+        mesh: any, with names.
+        axis: by number.
+        ranks: of a group; it divides the size of the axis.
+    """
+    assert mesh.mesh_dim_names is not None
+    name = mesh.mesh_dim_names[axis]
+    sizes, names = (mesh.size(axis) // ranks, ranks), (f"{name}_groups", f"{name}_group")
+    with _disable_current_modes():
+        return mesh._unflatten(axis, sizes, names)
+
+
+def has_triton() -> bool:
+    """Whether torch compiles kernels for this machine's accelerator by triton."""
+    from torch.utils._triton import has_triton as torch_has_triton  # imports triton
+
+    return bool(torch_has_triton())
 
 
 def no_compile(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -166,3 +166,33 @@ def test_collectives_and_bytes(ranks):
     }
     for found in run_ranks(check, ranks):
         assert found == expected
+
+
+@pytest.mark.slow
+def test_collectives_and_bytes_of_ulysses_within_a_ring():
+    """Of two groups of two ranks, and grouped heads: half of the heads of a group's tokens."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2))
+        order = SequenceSharding("zigzag", 4).token_order(LENGTH)
+        mask = AttentionMask()
+        call = AttentionCall(mesh, 0, order, mask, None, "attention", ulysses_axis=1)
+        query, key, value = (
+            torch.randn(BATCH, heads, LENGTH // 4, FEATURES, dtype=torch.float64).requires_grad_()
+            for heads in (4, 2, 2)
+        )
+        with CommLog() as forward:
+            out = IMPLEMENTATIONS["ulysses"](query, key, value, call)
+        with CommLog() as backward:
+            out.backward(torch.ones_like(out))
+        return [(log.counts(), log.wire_bytes()) for log in (forward, backward)]
+
+    head = BATCH * (LENGTH // 4) * FEATURES * 8  # bytes of a head's queries, keys or values
+    exchanged = (4 + 2 + 2 + 4) * head // 2  # queries, keys, values and the output
+    block = 2 * 2 * head  # keys and values of one of two heads, of the tokens of two ranks
+    expected = [
+        ({"all_to_all": 4, "send": 1, "recv": 1}, exchanged + block),
+        ({"all_to_all": 4, "send": 2, "recv": 2}, exchanged + 2 * block),
+    ]
+    for found in run_ranks(check, 4):
+        assert found == expected

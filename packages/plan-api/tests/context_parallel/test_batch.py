@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from plan_api import AttentionMask, Plan, attention_mask, lower, parallelize, zoo
+from plan_api import (
+    AttentionMask,
+    Plan,
+    UlyssesRing,
+    attention_mask,
+    lower,
+    parallelize,
+    zoo,
+)
 from plan_api.context_parallel import SequenceSharding
 from plan_api.context_parallel.batch import current_batch, order_of
 from plan_api.context_parallel.reorder import SequenceReorder
@@ -23,6 +31,10 @@ CASES = [
     {"cp_method": "ring", "cp_order": "balanced"},
     {"cp_method": "all-gather", "cp_order": "zigzag"},
     {"cp_method": "ulysses"},
+]
+OF_GROUPS = [
+    {"cp_method": UlyssesRing(2), "cp_order": order}
+    for order in ("balanced", "zigzag", "contiguous")
 ]
 
 
@@ -69,6 +81,8 @@ def single_device():
         pytest.param(2, "eager", CASES[1:], marks=pytest.mark.slow),
         pytest.param(4, "eager", CASES[:2], marks=pytest.mark.slow),  # 2 key-value heads
         pytest.param(4, "static", CASES[:2], marks=pytest.mark.slow),
+        pytest.param(4, "eager", OF_GROUPS, marks=pytest.mark.slow),
+        pytest.param(4, "static", OF_GROUPS[:1], marks=pytest.mark.slow),
     ],
     ids=lambda one: None if isinstance(one, list) else str(one),
 )

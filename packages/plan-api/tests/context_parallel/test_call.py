@@ -9,16 +9,11 @@ from plan_api.context_parallel.attention import IMPLEMENTATIONS
 from testkit import fake_mesh
 
 
-def order(name="contiguous", length=8):
-    return SequenceSharding(name, 2).token_order(length)
+def order(length=8):
+    return SequenceSharding("contiguous", 2).token_order(length)
 
 
 CALLS = {
-    "ulysses in zig-zag order": (
-        "ulysses",
-        {"order": order("zigzag")},
-        r"attn: .*ascending order, as method='ulysses'.*use order='contiguous', or method='ring'",
-    ),
     "a mask of another length": (
         "ring",
         {"mask": AttentionMask.of_lengths([5, 4])},

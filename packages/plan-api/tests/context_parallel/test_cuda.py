@@ -7,7 +7,12 @@ import torch.nn.functional as F
 from plan_api import AttentionMask
 from plan_api.context_parallel import AttentionCall, SequenceSharding
 from plan_api.context_parallel.attention import IMPLEMENTATIONS
-from plan_api.context_parallel.kernels import AttentionOutput, TileOptions, select_kernel
+from plan_api.context_parallel.kernels import (
+    AttentionOutput,
+    TileOptions,
+    select_block_kernel,
+    select_kernel,
+)
 from plan_api.context_parallel.online_softmax import OnlineSoftmax
 from plan_api.context_parallel.tiles import block_tiles
 from testkit import mesh_of_one
@@ -97,3 +102,25 @@ def test_one_rank_with_nccl(method, mesh):
 def close(actual, expected, dtype):
     tolerance = DTYPES[dtype]
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_by_compiled_flex_attention(dtype, mesh):
+    """Documents with a window, whose block is not divided into tiles."""
+    length = 3 * 128 + 20
+    mask = AttentionMask.of_lengths([200, 100, length - 300]) & AttentionMask(window=70)
+    torch.manual_seed(0)
+    *tensors, upstream = (
+        torch.randn(2, heads, length, 64, device="cuda", dtype=dtype) for heads in (8, 4, 4, 8)
+    )
+    assert select_block_kernel(tensors[0].unflatten(1, (4, 2)), None) is not None
+    actual = [one.clone().requires_grad_() for one in tensors]
+    whole = [one.double().requires_grad_() for one in tensors]
+    order = SequenceSharding("contiguous", 1).token_order(length)
+    out = IMPLEMENTATIONS["ring"](*actual, AttentionCall(mesh, 0, order, mask, None, "attention"))
+    expected = F.scaled_dot_product_attention(*whole, mask.dense(length).cuda(), enable_gqa=True)
+    out.backward(upstream)
+    expected.backward(upstream.double())
+    close(out, expected, dtype)
+    for one, other in zip(actual, whole, strict=True):
+        close(one.grad, other.grad, dtype)

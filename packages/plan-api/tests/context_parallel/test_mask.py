@@ -51,6 +51,8 @@ def test_flex_attention_has_the_same_pairs(data, length, block_size, masks):
     padded = F.pad(expected, (0, -length % block_size, 0, -length % block_size))
     blocks = padded.unflatten(3, (-1, block_size)).unflatten(2, (-1, block_size))
     assert torch.equal(found.to_dense().bool(), blocks.any(5).any(3))
+    assert torch.equal(found.full_kv_num_blocks, blocks.all(5).all(3).sum(-1))
+    assert torch.equal(found.kv_num_blocks + found.full_kv_num_blocks, found.to_dense().sum(-1))
 
 
 @given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=5))

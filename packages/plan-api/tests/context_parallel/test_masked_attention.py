@@ -1,5 +1,6 @@
 """Attention with drawn masks, heads, lengths and orders: values and gradients of one device."""
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from plan_api import AttentionMask
-from plan_api.context_parallel import AttentionCall, SequenceSharding, kernels, tiles
+from plan_api.context_parallel import AttentionCall, SequenceSharding, tiles
 from plan_api.context_parallel.attention import IMPLEMENTATIONS
 from plan_api.context_parallel.dropout import AttentionDropout
+from plan_api.context_parallel.kernels import cpu
 from testkit import CommLog, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -123,7 +125,7 @@ def differences(case, mesh, order=None, **axes):
 
 def check_cases(drawn, call_pairs, causal_sizes):
     tiles._CALL_PAIRS = call_pairs
-    kernels._CpuFlash.causal_queries, kernels._CpuFlash.causal_strip = causal_sizes
+    cpu.CpuFlash.causal_queries, cpu.CpuFlash.causal_strip = causal_sizes
     tiles.block_tiles.cache_clear()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return [differences(case, mesh) for case in drawn]
@@ -163,16 +165,20 @@ MASKS = (
     "shape", [(1, 2), (2, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str
 )
 def test_ulysses_within_a_ring_equals_one_device(shape):
-    """The ring along the first axis, heads along the second, in the ring's zig-zag order."""
+    """The ring along the first axis, heads along the second, in zig-zag order.
+
+    It is the ring's, divided among the second axis, or that of all ranks.
+    """
 
     def check():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("across", "within"))
-        order = SequenceSharding("zigzag", shape[0]).token_order(26)
+        divided = SequenceSharding("zigzag", shape[0]).token_order(26).divided(shape[1])
+        of_all = SequenceSharding("zigzag", shape[0] * shape[1]).token_order(26)
         found = []
-        for mask in MASKS:
+        for order, mask in itertools.product((divided, of_all), MASKS):
             for has_sinks, dropout_p in ((False, 0.0), (True, 0.3)):
                 case = Case("ulysses", "", mask, 26, 1, 2, (8, 4), has_sinks, dropout_p)
-                found.append(differences(case, mesh, order.divided(shape[1]), ulysses_axis=1))
+                found.append(differences(case, mesh, order, ulysses_axis=1))
         return found
 
     for found in run_ranks(check, shape[0] * shape[1]):

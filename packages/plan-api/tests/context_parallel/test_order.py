@@ -73,11 +73,16 @@ def test_parts_are_divided_in_their_order_and_grouped_again():
     )  # fmt: skip
     assert divided.grouped(3) == order
     assert within(order.parts[0], slice(1, 4)) == ((1, 3), (9, 10))
-    with pytest.raises(ValueError, match=r"consecutive ranks in ascending order, got"):
-        SequenceSharding("zigzag", 4).token_order(8).grouped(2)
+    assert divided.ascending(3, 1) is None
     with pytest.raises(ValueError, match="whose length 4 ranks divide, got 6"):
         order.divided(4)
     assert order != TokenOrder(11, order.parts)
+
+
+def test_groups_of_ranks_in_zigzag_order_have_it_too():
+    order = SequenceSharding("zigzag", 4).token_order(8)  # (0, 7), (1, 6), (2, 5), (3, 4)
+    assert order.grouped(2) == SequenceSharding("zigzag", 2).token_order(8)
+    assert order.ascending(2, 1).tolist() == [0, 2, 3, 1]
 
 
 @given(data=st.data(), length=st.integers(1, 12), ranks=st.sampled_from(RANKS))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from plan_api import Plan, generate_static, lower, parallelize, uninstall, zoo
+from plan_api import Plan, UlyssesRing, generate_static, lower, parallelize, uninstall, zoo
 from plan_api.context_parallel.attention import IMPLEMENTATIONS
 from plan_api.context_parallel.kernels import select_kernel
 from plan_api.context_parallel.local_sequence import sequence_transform, without_sharded_positions
@@ -70,6 +70,7 @@ def test_a_later_entry_overrides_an_earlier_one(cp):
             lambda plan: plan.context("a", "cp", method="ulysses", order="zigzag"),
             "method='ulysses'.*order='contiguous'",
         ),
+        (lambda plan: plan.context("a", "cp", method=UlyssesRing(1)), "at least 2, got 1"),
         (lambda plan: plan.context("a", ("cp", "tp")), r"1 placements for 2 axes \('cp', 'tp'\)"),
         (lambda plan: plan.context("a.<in>", "cp"), "has to name modules"),
         (lambda plan: plan.sequence("a.weight", "cp"), r"'a.weight'\): expected an input"),
@@ -78,7 +79,8 @@ def test_a_later_entry_overrides_an_earlier_one(cp):
         (lambda plan: plan.sequence("<in>", "cp", order="zig"), "order='zig' must be one of"),
         (lambda plan: plan.sequence("<out>", "cp", positions=True), "positions= expected an input"),
     ],
-    ids=["method", "order", "ulysses in zigzag", "two axes", "a tensor", "a parameter", "a dim",
+    ids=["method", "order", "ulysses in zigzag", "a group of one", "two axes",
+         "a tensor", "a parameter", "a dim",
          "shift of an output", "order of a sequence", "positions of an output"],
 )  # fmt: skip
 def test_invalid_arguments_are_refused(cp, say, message):
@@ -105,6 +107,21 @@ def test_ulysses_names_module_heads_and_axis(cp, tp, heads):
     with pytest.raises(ValueError, match=message):
         lower(plan, llama(**({} if tp else three)))
     lower(zoo.llama(cp, tp=tp, cp="cp"), llama())
+
+
+def test_groups_that_shard_heads_are_saved_and_checked():
+    """They divide the axis, and with tensor parallelism the heads."""
+    with fake_mesh((4, 2), ("cp", "tp")) as mesh:
+        plan = zoo.llama(mesh, tp=None, cp="cp", cp_method=UlyssesRing(2))
+        (entry,) = (one for one in plan.entries if one.kind.value == "context")
+        assert "method='ulysses-ring', order='zigzag', ulysses_degree=2" in str(entry)
+        assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries
+        lower(plan, llama())
+        with pytest.raises(ValueError, match=r"'cp' of size 2 and 'tp' of size 2 does not divide"):
+            lower(zoo.llama(mesh, cp="cp", cp_method=UlyssesRing(2)), llama())
+        message = r"degree that divides the 4 ranks of axis 'cp', got 3; give UlyssesRing a divisor"
+        with pytest.raises(ValueError, match=message):
+            lower(zoo.llama(mesh, tp=None, cp="cp", cp_method=UlyssesRing(3)), llama())
 
 
 def test_an_attribute_without_a_number_of_heads_is_refused(cp):

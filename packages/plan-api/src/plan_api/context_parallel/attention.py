@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
+from plan_api._compat import divided_axis
 from plan_api.context_parallel.batch import current_batch, order_of
 from plan_api.context_parallel.call import AttentionCall
 from plan_api.context_parallel.dropout import AttentionDropout
@@ -76,19 +77,42 @@ def attention_calls(
         is_static: whether modules run on local tensors.
     """
     found: dict[str, InterceptedCalls] = {}
-    sites = list(sites)
+    sites, groups = list(sites), _GroupedMeshes(mesh)
     for site in sites:
         for step in site.steps:
             if step.kind is OpKind.CONTEXT:
                 at = StepContext(f"attention of {site.path}", step)
                 attention = at.wrap(
                     _ContextParallelAttention(
-                        site.path, step, mesh, _dropout_placements(sites, site.path, mesh),
+                        site.path, step, mesh, _dropout_placements(sites, site.path, mesh), groups,
                         is_static=is_static,
                     )
                 )  # fmt: skip
                 found[site.path] = InterceptedCalls(_FUSED, {None: attention})
     return found
+
+
+class _GroupedMeshes:
+    """Divides axes of a mesh into groups of consecutive ranks, once for all modules.
+
+    Args:
+        mesh: of the plan.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._found: dict[tuple[int, int], DeviceMesh] = {}
+
+    def mesh(self, axis: int, ranks: int) -> DeviceMesh:
+        """Returns the mesh in whose place of an axis are the groups, and the ranks of each.
+
+        Args:
+            axis: by number.
+            ranks: of a group.
+        """
+        if (axis, ranks) not in self._found:
+            self._found[axis, ranks] = divided_axis(self._mesh, axis, ranks)
+        return self._found[axis, ranks]
 
 
 def table_of_attention(calls: InterceptedCalls) -> dict[TorchFunction, InterceptedCalls]:
@@ -161,6 +185,7 @@ class _ContextParallelAttention:
         step: SiteStep,
         mesh: DeviceMesh,
         dropout_placements: tuple[Placement, ...],
+        groups: _GroupedMeshes,
         *,
         is_static: bool,
     ) -> None:
@@ -170,7 +195,12 @@ class _ContextParallelAttention:
         self._path, self._step, self._mesh, self._axis_name = path, step, mesh, axis
         self._axis = axis_names(mesh).index(axis)
         self._order = SequenceSharding(options["order"], mesh.size(self._axis))
-        self._attention = IMPLEMENTATIONS[options["method"]]
+        method, self._ulysses_axis = options["method"], None
+        self._call_mesh = mesh
+        if method == "ulysses-ring":
+            self._call_mesh = groups.mesh(self._axis, options["ulysses_degree"])
+            method, self._ulysses_axis = "ulysses", self._axis + 1
+        self._attention = IMPLEMENTATIONS[method]
         self._backward_context = StepContext(f"the backward of attention of {path}", step)
 
     def __call__(
@@ -245,8 +275,9 @@ class _ContextParallelAttention:
             if dropout_p > 0.0:
                 dropout = self._dropout(dropout_p, query, global_query, order, key_order)
             call = AttentionCall(
-                self._mesh, self._axis, order, mask, scale, self._path, self._backward_context,
-                None if key_order == order else key_order, None, dropout,
+                self._call_mesh, self._axis, order, mask, scale, self._path,
+                self._backward_context, None if key_order == order else key_order,
+                self._ulysses_axis, dropout,
             )  # fmt: skip
             call.check(query, key)
             return self._attention(query, key, value, call, sinks).contiguous()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from plan_api._compat import on_host
+from plan_api.context_parallel.block_mask import BLOCK_SIZE, block_mask_of_ranges
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -252,7 +253,9 @@ class AttentionMask:
         """Returns the number of pairs of a query and a key, summed over its rows."""
         return sum(key_ranges(self.row(row), length).area for row in range(self.rows))
 
-    def block_mask(self, length: int, device: torch.device, *, block_size: int = 128) -> BlockMask:
+    def block_mask(
+        self, length: int, device: torch.device, *, block_size: int = BLOCK_SIZE
+    ) -> BlockMask:
         """Converts it to the block mask of `torch.nn.attention.flex_attention`.
 
         Args:
@@ -263,20 +266,8 @@ class AttentionMask:
         Returns:
             the mask of all rows, for any number of heads.
         """
-        # Its module imports torch's compiler.
-        from torch.nn.attention.flex_attention import create_block_mask
-
         start, stop = (one.to(device) for one in self._ranges(length))
-
-        def mask_mod(
-            row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-        ) -> torch.Tensor:
-            return (key >= start[row, query]) & (key < stop[row, query])
-
-        rows = None if self.rows == 1 else self.rows  # one row is broadcast over the batch
-        return create_block_mask(
-            mask_mod, rows, None, length, length, device=device, BLOCK_SIZE=block_size
-        )
+        return block_mask_of_ranges(start, stop, length, block_size)
 
     def dense(self, length: int) -> torch.Tensor:
         """Returns the mask as a bool tensor of (rows, 1, length, length), true where attended."""

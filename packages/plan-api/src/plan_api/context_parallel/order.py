@@ -69,21 +69,28 @@ class TokenOrder:
         return torch.cat(ranges)
 
     def grouped(self, ranks: int) -> TokenOrder:
-        """Returns the order of groups of consecutive ranks, whose tokens are put together.
+        """Returns the order of groups of consecutive ranks, whose tokens are put together."""
+        firsts = range(0, self.ranks, ranks)
+        joined = (sum(self.parts[first : first + ranks], ()) for first in firsts)
+        return TokenOrder(self.length, tuple(_merged(tuple(sorted(one))) for one in joined))
 
-        Raises:
-            ValueError: the ranks' tokens are not in ascending order within a group.
+    def ascending(
+        self, ranks: int, group: int, device: torch.device | None = None
+    ) -> torch.Tensor | None:
+        """Returns how to put the tokens of a group of consecutive ranks, rank by rank, in order.
+
+        Args:
+            ranks: the number of ranks of a group.
+            group: its number.
+            device: of the result.
+
+        Returns:
+            where each token of the order is: int64; None: they are in order.
         """
-        parts = []
-        for first in range(0, self.ranks, ranks):
-            joined = sum(self.parts[first : first + ranks], ())
-            if any(left[1] > right[0] for left, right in pairwise(joined)):
-                raise ValueError(
-                    f"expected the tokens of {ranks} consecutive ranks in ascending order, got "
-                    f"{joined}; divide the order of the groups by TokenOrder.divided"
-                )
-            parts.append(_merged(joined))
-        return TokenOrder(self.length, tuple(parts))
+        joined = sum(self.parts[group * ranks : (group + 1) * ranks], ())
+        if all(left[1] <= right[0] for left, right in pairwise(joined)):
+            return None
+        return torch.cat([torch.arange(*one, device=device) for one in joined]).argsort()
 
     def divided(self, ranks: int) -> TokenOrder:
         """Returns the order in which each part is divided among this number of ranks, in its order.

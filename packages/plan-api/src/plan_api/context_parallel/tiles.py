@@ -14,20 +14,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
 from plan_api._compat import on_host
+from plan_api.context_parallel.block_mask import block_mask_of_ranges
 from plan_api.context_parallel.mask import AttentionMask, key_ranges
 from plan_api.context_parallel.order import Positions
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 __all__ = [
-    "AttentionTile", "BlockTiles", "SeenQueries", "TileKind", "block_tiles", "divide_causal",
+    "AttentionTile", "BlockPairs", "BlockTiles", "SeenQueries", "TileKind", "block_tiles",
+    "divide_causal",
 ]  # fmt: skip
 
-TileKind: TypeAlias = Literal["full", "causal", "masked"]
+TileKind: TypeAlias = Literal["full", "causal", "masked", "block"]
 _DENSE = 0.9  # of a tile's pairs: if more are attended, it is masked and not divided
+_CAUSAL_TILES = 3
 _CALL_PAIRS = 4096  # a call costs as much as some pairs; fewer than these are computed in vain
 
 
@@ -41,7 +47,8 @@ class AttentionTile:
         keys: a range of the block's keys.
         kind: ``"causal"``: there are at least as many keys as queries, of which the last attends to
             all keys, and each other to one fewer than the next; ``"full"``: all attend to all;
-            ``"masked"``: to those of the mask.
+            ``"masked"``: to those of the mask; ``"block"``: so too, and the queries and keys are
+            all of a block, whose mask is FlexAttention's.
     """
 
     rows: slice
@@ -85,6 +92,43 @@ class BlockTiles:
         start, stop = _on_device(self, device)
         keys = torch.arange(tile.keys.start, tile.keys.stop, device=device)
         return (keys >= start[row, tile.queries, None]) & (keys < stop[row, tile.queries, None])
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no tile is masked, and there are no more than causal attention has in any order.
+
+        An early and a late chunk of zig-zag order have three: a causal one each, and a full one.
+        """
+        return len(self.tiles) <= _CAUSAL_TILES and all(t.kind != "masked" for t in self.tiles)
+
+    def whole(self) -> AttentionTile | None:
+        """Returns the one tile of kind ``"block"`` that has all pairs; None: the block is empty."""
+        keys = self.keys
+        if keys is None:
+            return None
+        return AttentionTile(slice(None), slice(0, self.start.shape[1]), keys, "block")
+
+    def block_pairs(self, keys: slice, device: torch.device) -> BlockPairs:
+        """Returns the mask of all queries and some keys for FlexAttention.
+
+        Args:
+            keys: the places of the keys, outside of which nothing is attended to.
+            device: of the attention.
+        """
+        return _block_pairs(self, keys.start, keys.stop, device)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPairs:
+    """Which pairs of a block FlexAttention computes.
+
+    Attributes:
+        mask: of all queries, and of the keys at hand.
+        attends: whether each query attends to any key: bool of (rows of the mask, queries).
+    """
+
+    mask: BlockMask
+    attends: torch.Tensor
 
 
 class SeenQueries:
@@ -141,6 +185,13 @@ def divide_causal(
 @lru_cache(maxsize=256)
 def _on_device(block: BlockTiles, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return block.start.to(device), block.stop.to(device)
+
+
+@lru_cache(maxsize=64)
+def _block_pairs(block: BlockTiles, first: int, last: int, device: torch.device) -> BlockPairs:
+    start, stop = _on_device(block, device)
+    mask = block_mask_of_ranges(start - first, stop - first, last - first)
+    return BlockPairs(mask, start < stop)
 
 
 @lru_cache(maxsize=1024)

@@ -83,6 +83,7 @@ def validate(
     _check_interleaved_dims(ops, schedules, mesh)
     _check_local_regions(ops)
     _check_orders(ops, of_stage=of_stage)
+    _check_groups(ops, mesh)
     _check_key_value_heads(ops, model, mesh)
     _check_expert_modules(ops)
     _check_expert_indices(ops, model, schedules, mesh)
@@ -514,7 +515,10 @@ def _check_key_value_heads(ops: Sequence[Op], model: nn.Module, mesh: DeviceMesh
         if op.kind not in (OpKind.CONTEXT, OpKind.ORDER) or options.get("heads") is None:
             continue
         heads = _nested_integer(model.get_submodule(op.path), options["heads"], op.entry)
-        if options["method"] != "ulysses":
+        degree = mesh.size(axis_names(mesh).index(op.axis))
+        if options["method"] == "ulysses-ring":
+            degree = options["ulysses_degree"]
+        elif options["method"] != "ulysses":
             continue
         # Heads are divided along the axis, and along those that shard the projections to heads.
         axes = {op.axis: None} | {
@@ -526,13 +530,25 @@ def _check_key_value_heads(ops: Sequence[Op], model: nn.Module, mesh: DeviceMesh
             and not other.dst.is_replicate()
         }
         names = axis_names(mesh)
-        sizes = {axis: mesh.size(names.index(axis)) for axis in axes}
+        sizes = {axis: mesh.size(names.index(axis)) for axis in axes} | {op.axis: degree}
         if heads % math.prod(sizes.values()):
             along = " and ".join(f"{axis!r} of size {size}" for axis, size in sizes.items())
             raise ValueError(
                 f"{op.entry.description}: {op.path} has {heads} key-value heads, which axis "
                 f"{along} does not divide: method='ulysses' divides heads; use method='ring' or "
                 f"'all-gather'"
+            )
+
+
+def _check_groups(ops: Sequence[Op], mesh: DeviceMesh) -> None:
+    """Refuses an axis that groups of ranks, which shard heads, do not divide."""
+    for op in ops:
+        degree = dict(op.options).get("ulysses_degree")
+        size = mesh.size(axis_names(mesh).index(op.axis))
+        if op.kind is OpKind.CONTEXT and degree is not None and size % degree:
+            raise ValueError(
+                f"{op.entry.description}: expected a degree that divides the {size} ranks of axis "
+                f"{op.axis!r}, got {degree}; give UlyssesRing a divisor of {size}"
             )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
 
 from torch.distributed.tensor import Shard
@@ -18,9 +19,37 @@ from plan_api.spec.entry import EntryKind, Phase
 from plan_api.spec.path import PathKind, parse_path
 from plan_api.spec.policy_entries import PolicyEntries
 
-__all__ = ["ContextMethod", "PlanEntries", "SequenceOrder", "Unit"]
+__all__ = ["ContextMethod", "PlanEntries", "SequenceOrder", "UlyssesRing", "Unit"]
 
-ContextMethod: TypeAlias = Literal["ring", "ulysses", "all-gather"]
+
+@dataclass(frozen=True)
+class UlyssesRing:
+    """A method of `Plan.context`: Ulysses within a host, and the ring across (arXiv 2405.07719).
+
+    Attributes:
+        degree: the number of consecutive ranks along the axis that shard heads among each other, as
+            the ranks of a host; keys and values are sent around the ring of these groups.
+    """
+
+    degree: int
+
+    def __post_init__(self) -> None:
+        """Checks the degree.
+
+        Raises:
+            ValueError: it is no integer, or less than 2.
+        """
+        degree: Any = self.degree
+        is_number = isinstance(degree, SupportsIndex) and not isinstance(degree, bool)
+        if not is_number or operator.index(degree) < 2:
+            raise ValueError(
+                f"UlyssesRing: expected a degree of at least 2, got {degree!r}; use "
+                f"method='ring' for a ring alone"
+            )
+
+
+_MethodName: TypeAlias = Literal["ring", "ulysses", "all-gather"]
+ContextMethod: TypeAlias = _MethodName | UlyssesRing
 SequenceOrder: TypeAlias = Literal["zigzag", "contiguous", "balanced"]
 Unit: TypeAlias = int | str | Sequence[str]
 
@@ -303,6 +332,8 @@ class PlanEntries(PolicyEntries):
             method: ``"ring"``: keys and values are sent around the ring of ranks, while attention
                 over the previous block is computed. ``"all-gather"``: all ranks get all keys and
                 values. ``"ulysses"``: heads are sharded instead of the sequence, by all-to-all.
+                ``UlyssesRing(degree)``: heads are sharded among that many consecutive ranks, and
+                the ring is across these groups.
             order: of the sequence, the same for all entries along this axis. ``"zigzag"`` balances
                 causal attention; ``"contiguous"`` is the original order, and what ulysses needs;
                 ``"balanced"`` balances the area of each batch's mask, which `attention_mask`
@@ -314,19 +345,23 @@ class PlanEntries(PolicyEntries):
                 call does.
 
         Raises:
-            ValueError: the path names a tensor, there is no such method, order or axis, or ulysses
-                has zigzag order.
+            ValueError: the path names a tensor, there is no such method, order or axis, ulysses has
+                zigzag order, or the axis has no whole number of groups.
         """
         what = f"context({path!r})"
         order = order or ("contiguous" if method == "ulysses" else "zigzag")
-        _check_among(method, get_args(ContextMethod), f"{what}: method")
+        options: dict[str, Any] = {}
+        if isinstance(method, UlyssesRing):
+            options = {"method": "ulysses-ring", "order": order, "ulysses_degree": method.degree}
+        else:
+            _check_among(method, get_args(_MethodName), f"{what}: method")
+            options = {"method": method, "order": order}
         _check_among(order, get_args(SequenceOrder), f"{what}: order")
         if method == "ulysses" and order != "contiguous":
             raise ValueError(
                 f"{what}: method='ulysses' has the whole sequence on every rank, so its work is "
                 f"balanced in any order: use order='contiguous', in sequence() too"
             )
-        options: dict[str, Any] = {"method": method, "order": order}
         if heads is not None:
             options["heads"] = heads
         return self._add(EntryKind.CONTEXT, path, mesh, Shard(_QUERY_SEQUENCE_DIM), options=options)

@@ -48,7 +48,7 @@ _OPTIONS = {
         *POLICIES,
         *VALUES,
     ),
-    EntryKind.CONTEXT: ("method", "order", "heads"),
+    EntryKind.CONTEXT: ("method", "order", "ulysses_degree", "heads"),
     EntryKind.SEQUENCE: ("order", "shift", "positions"),
     EntryKind.RECOMPUTE: ("policy",),
     EntryKind.COMPILE: ("backend",),

@@ -9,7 +9,13 @@ import torch
 
 from plan_api.context_parallel.call import AttentionCall
 from plan_api.context_parallel.dropout import DropoutMasks
-from plan_api.context_parallel.kernels import AttentionOutput, TileOptions, select_kernel
+from plan_api.context_parallel.kernels import (
+    AttentionKernel,
+    AttentionOutput,
+    TileOptions,
+    select_block_kernel,
+    select_kernel,
+)
 from plan_api.context_parallel.online_softmax import OnlineSoftmax, accumulation_dtype
 from plan_api.context_parallel.order import Positions
 from plan_api.context_parallel.tiles import (
@@ -67,15 +73,25 @@ class _BlockAttention:
         self._groups = (key_heads, query.shape[1] // key_heads)
         self._query, self._masks = query.unflatten(1, self._groups), masks
         self._positions = call.order.parts[call.rank]
-        self._kernel = select_kernel(self._query, call.scale, has_dropout=masks is not None)
+        has_dropout = masks is not None
+        self._kernel = select_kernel(self._query, call.scale, has_dropout=has_dropout)
+        self._of_blocks = select_block_kernel(self._query, call.scale, has_dropout=has_dropout)
 
     def tiles(self, block: Block) -> list[AttentionTile]:
         """Returns the tiles of a block, as large as the kernel takes them."""
+        if self._of_blocks is not None and not block.tiles.is_causal:
+            whole = block.tiles.whole()
+            return [] if whole is None else [whole]
         sizes = self._kernel.causal_queries, self._kernel.causal_strip
         return [one for tile in block.tiles.tiles for one in divide_causal(tile, *sizes)]
 
+    def _kernel_of(self, tile: AttentionTile) -> AttentionKernel:
+        return self._of_blocks if self._of_blocks and tile.kind == "block" else self._kernel
+
     def _options(self, tile: AttentionTile, block: Block) -> TileOptions:
         device, factors = self._query.device, None
+        if tile.kind == "block":
+            return TileOptions(pairs=block.tiles.block_pairs(tile.keys, device))
         if self._masks is not None:
             dtype = accumulation_dtype(self._query.dtype)
             factors = self._masks.factors(tile, self._positions, block.positions, dtype)
@@ -101,7 +117,9 @@ class BlockForward(_BlockAttention):
         """Adds the output over the keys of a block."""
         for tile in self.tiles(block):
             options, local = self._options(tile, block), block.local(tile)
-            part = self._kernel.forward(self._query, block.key, block.value, local, options)
+            part = self._kernel_of(tile).forward(
+                self._query, block.key, block.value, local, options
+            )
             self._merged.add(local, part.out, part.lse)
 
     def result(self, sinks: torch.Tensor | None) -> AttentionOutput:
@@ -161,7 +179,7 @@ class BlockBackward(_BlockAttention):
         """
         for tile in self.tiles(block) if tiles is None else tiles:
             options, local = self._options(tile, block), block.local(tile)
-            part = self._kernel.backward(
+            part = self._kernel_of(tile).backward(
                 self._grad, self._query, block.key, block.value, self._output, local, options
             )
             grad_query = self._grad_query[local.rows, :, :, local.queries]

@@ -1,0 +1,218 @@
+"""Calls torch's fused attention kernels tile by tile.
+
+Queries are (batch, key-value heads, query heads of each, queries, features): a group of query heads
+has one key-value head. On a CPU the queries of a group are rows of one product with its keys, which
+are neither repeated nor read again; other kernels get the heads of keys repeated.
+
+The kernels return the log-sum-exp of the scores beside the output. Backward of a tile is the
+kernel's own, with the output and the log-sum-exp over all keys: they give the probabilities over
+all keys, so the gradients of tiles add up.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from plan_api.context_parallel.tiles import AttentionTile, BlockPairs
+
+__all__ = [
+    "AttentionGradients",
+    "AttentionKernel",
+    "AttentionOutput",
+    "TileOptions",
+    "bias_of_mask",
+]
+
+
+@dataclass(frozen=True)
+class AttentionOutput:
+    """Attention over some keys: the output, of the queries' dims, and the log-sum-exp of each."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+@dataclass(frozen=True)
+class AttentionGradients:
+    """Gradients of queries, keys and values."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TileOptions:
+    """What a kernel computes beside products.
+
+    Attributes:
+        causal: the last query attends to all keys, and each other to one fewer than the next.
+        mask: bool of (queries, keys), true where attended; None: all are.
+        factors: of the weights, (batch, heads, queries, keys), by dropout; None: there is none.
+        pairs: of a block, for FlexAttention; None: the tile is of another kind.
+    """
+
+    causal: bool = False
+    mask: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+    pairs: BlockPairs | None = None
+
+
+class AttentionKernel(ABC):
+    """Attention of a tile.
+
+    Keys and values are (batch, key-value heads, keys, features). Values may have other features
+    than keys.
+
+    Attributes:
+        causal_queries: of causal tiles at most, as it computes larger ones in vain above the
+            diagonal.
+        causal_strip: of causal tiles at most where these have more keys than queries; None: it
+            takes only causal tiles with as many keys as queries.
+        has_group_rows: whether queries of a group are rows of one product.
+        has_group_heads: whether a group of query heads takes its key-value head as it is.
+
+    Args:
+        scale: of products before the softmax.
+        groups: the number of query heads of each key-value head.
+    """
+
+    causal_queries = 2048
+    causal_strip: int | None = None
+    has_group_rows = False
+    has_group_heads = False
+
+    def __init__(self, scale: float, groups: int) -> None:
+        self._scale, self._groups = scale, groups
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tile: AttentionTile,
+        options: TileOptions | None = None,
+    ) -> AttentionOutput:
+        """Computes attention of one tile.
+
+        Args:
+            query: all queries of this rank.
+            key: all keys at hand.
+            value: as the keys.
+            tile: which of them to compute.
+            options: of the tile; None: by its kind, which is not masked.
+        """
+        options = options or TileOptions(tile.kind == "causal")
+        features = value.shape[-1]
+        own, keys, values = _with_equal_features(
+            self._join(query[tile.rows, :, :, tile.queries]),
+            self._repeat(key[tile.rows, :, tile.keys]),
+            self._repeat(value[tile.rows, :, tile.keys]),
+        )
+        part = self._forward(own, keys, values, options)
+        out, lse = self._separate(part.out[..., :features]), self._separate(part.lse)
+        if options.mask is not None:
+            # Kernels differ in what they return for queries that attend to nothing.
+            attends = options.mask.any(-1)
+            out = torch.where(attends[:, None], out, 0)
+            lse = torch.where(attends, lse, -torch.inf)
+        return AttentionOutput(out, lse)
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: AttentionOutput,
+        tile: AttentionTile,
+        options: TileOptions | None = None,
+    ) -> AttentionGradients:
+        """Computes one tile's terms of the gradients of its queries, keys and values.
+
+        Args:
+            grad: of the output of all queries over all keys.
+            query: as in forward.
+            key: as in forward.
+            value: as in forward.
+            output: the output of all queries over all keys, and its log-sum-exp.
+            tile: as in forward.
+            options: as in forward.
+        """
+        options = options or TileOptions(tile.kind == "causal")
+        features, value_features = key.shape[-1], value.shape[-1]
+        own, out, grad, lse = (
+            self._join(one[tile.rows, :, :, tile.queries])
+            for one in (query, output.out, grad, output.lse)
+        )
+        keys, values = (self._repeat(one[tile.rows, :, tile.keys]) for one in (key, value))
+        own, keys, values, out, grad = _with_equal_features(own, keys, values, out, grad)
+        grads = self._backward(grad, own, keys, values, AttentionOutput(out, lse), options)
+        return AttentionGradients(
+            self._separate(grads.query[..., :features]),
+            self._sum(grads.key[..., :features]),
+            self._sum(grads.value[..., :value_features]),
+        )
+
+    def _join(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Joins the groups' dim with the queries', or with the heads'."""
+        return tensor.transpose(2, 3).flatten(2, 3) if self.has_group_rows else tensor.flatten(1, 2)
+
+    def _separate(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Undoes `_join`."""
+        dim = 2 if self.has_group_rows else 1
+        separated: torch.Tensor = tensor.unflatten(dim, (-1, self._groups))
+        return separated.transpose(2, 3) if self.has_group_rows else separated
+
+    def _repeat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Repeats key-value heads for their groups of query heads, if the kernel needs it."""
+        if self.has_group_rows or self.has_group_heads or self._groups == 1:
+            return tensor
+        return tensor.repeat_interleave(self._groups, dim=1)
+
+    def _sum(self, grad: torch.Tensor) -> torch.Tensor:
+        """Adds up the gradients of the heads that `_repeat` has repeated."""
+        if self.has_group_rows or self.has_group_heads or self._groups == 1:
+            return grad
+        total: torch.Tensor = grad.unflatten(1, (-1, self._groups)).sum(2)
+        return total
+
+    @abstractmethod
+    def _forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: TileOptions
+    ) -> AttentionOutput: ...
+
+    @abstractmethod
+    def _backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: AttentionOutput,
+        options: TileOptions,
+    ) -> AttentionGradients: ...
+
+
+def bias_of_mask(options: TileOptions, query: torch.Tensor, groups: int = 1) -> torch.Tensor | None:
+    """Returns what is added to scores: minus infinity where masked, (1, 1, queries, keys).
+
+    Each query has as many rows as there are groups.
+    """
+    if options.mask is None:
+        return None
+    mask = options.mask.repeat_interleave(groups, dim=0) if groups > 1 else options.mask
+    return torch.where(mask, query.new_zeros(()), query.new_full((), -torch.inf))[None, None]
+
+
+def _with_equal_features(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Pads features by zeros to the largest number, as fused kernels take one for all."""
+    features = max(one.shape[-1] for one in tensors)
+    return tuple(
+        one if one.shape[-1] == features else F.pad(one, (0, features - one.shape[-1]))
+        for one in tensors
+    )
