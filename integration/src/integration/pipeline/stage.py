@@ -40,7 +40,7 @@ class Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Runs a microbatch's backward, in which layers may be recomputed; schedules call it."""
         with self._mask(bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)  # type: ignore[no-untyped-call]
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def _mask(self, chunk: int) -> AbstractContextManager[None]:
         if not self.masks:
