@@ -90,10 +90,6 @@ def test_a_document_has_the_logits_that_it_has_alone(name):
             r"'dtensor-tp' does not support --attn-mask-type block-causal; use .*single, .*plan",
         ),
         (
-            {"system": "fsdp", "pp_degree": 2},
-            r"--attn-mask-type block-causal: expected --pp-degree 1, .*got --pp-degree 2; leave",
-        ),
-        (
             {"system": "plan", "plan": "json:loads", "tp": 2},
             r"--attn-mask-type block-causal: expected a plan of the zoo, .*got --plan json:loads",
         ),
@@ -113,7 +109,7 @@ def test_a_document_has_the_logits_that_it_has_alone(name):
     ids=str,
 )
 def test_what_knows_no_documents_refuses_them(options, message):
-    options = {"model": "llama-tiny", "ranks": 2 * options.get("pp_degree", 1)} | options
+    options = {"model": "llama-tiny", "ranks": 2} | options
     with pytest.raises(UsageError, match=message):
         validate(TrainConfig(**options | DOCUMENTS))
 
@@ -121,8 +117,12 @@ def test_what_knows_no_documents_refuses_them(options, message):
 def test_sequences_within_documents_are_of_any_length():
     options = {"system": "plan", "model": "llama-tiny", "cp": 2, "ranks": 2, "sequence_length": 49}
     validate(TrainConfig(**options | DOCUMENTS))
-    with pytest.raises(UsageError, match=r"--cp 2: expected --sequence-length to be a multiple"):
+    message = r"--cp 2: expected --sequence-length to be a multiple"
+    with pytest.raises(UsageError, match=message):
         validate(TrainConfig(**options))
+    in_stages = {"ranks": 4, "pp_degree": 2, "micro_batch": 2}
+    with pytest.raises(UsageError, match=message):  # which send each other their parts unpadded
+        validate(TrainConfig(**options | DOCUMENTS | in_stages))
 
 
 COMMON = {"sequence_length": LENGTH, "global_batch": 8, "clip_grad_norm": 1.0, "init": "sharded"}
@@ -215,6 +215,26 @@ def test_losses_are_those_of_one_device(model, train_runs, folder, tmp_path):
 def test_products_train_as_one_device(ranks, model, train_runs, folder, tmp_path):
     products = (OF_TWO if ranks == 2 else OF_FOUR)[model]
     check(ranks, model, products, 20, train_runs, folder, tmp_path)
+
+
+PP = {"pp_degree": 2, "pp_microbatches": 2}
+OF_STAGES = {
+    2: [
+        PP | {"system": "single"}, PP | {"pp_schedule": "Interleaved1F1B", "system": "single"}, PP,
+        PP | STATIC,
+    ],
+    4: [
+        PP | {"system": "fsdp"}, PP | FSDP, PP | FSDP | STATIC, PP | CP, PP | CP | STATIC,
+        PP | SP | {"activation_checkpointing": "full"},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", OF_STAGES)
+def test_stages_get_the_documents_of_their_microbatches(ranks, train_runs, folder, tmp_path):
+    check(ranks, "llama-tiny", OF_STAGES[ranks], 3, train_runs, folder, tmp_path)
 
 
 @pytest.mark.ranks

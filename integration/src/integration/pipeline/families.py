@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from integration.data import POSITIONS
 from integration.errors import UsageError
 from integration.pipeline.split import Chain, has_unit
 
@@ -115,8 +116,9 @@ class DecoderFamily(ModelFamily):
         return (batch["input_ids"],)
 
     def keywords(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the labels, (batch, sequence) int64."""
-        return {"labels": batch["labels"]}
+        """Returns the labels, and positions in documents if there are: (batch, sequence) int64."""
+        names = ("labels", POSITIONS)
+        return {name: batch[name] for name in names if name in batch}
 
     def set_forward(self, part: nn.Module, *, first: bool) -> None:
         """Uses the class's forward, from tokens or hidden states."""
@@ -155,9 +157,13 @@ def _select_layer_types(model: Any) -> None:
 # Arguments are named as in the classes' forwards, as plans refer to them, and bound as methods, so
 # that a copy of a stage does not call the original.
 def _decode_tokens(
-    model: Any, input_ids: Tensor, labels: Tensor | None = None, shift_labels: Tensor | None = None
+    model: Any,
+    input_ids: Tensor,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    position_ids: Tensor | None = None,
 ) -> Any:
-    return _decode(model, input_ids, labels, shift_labels)
+    return _decode(model, input_ids, labels, shift_labels, position_ids)
 
 
 def _decode_hidden_states(
@@ -165,15 +171,23 @@ def _decode_hidden_states(
     hidden_states: Tensor,
     labels: Tensor | None = None,
     shift_labels: Tensor | None = None,
+    position_ids: Tensor | None = None,
 ) -> Any:
-    return _decode(model, hidden_states, labels, shift_labels)
+    return _decode(model, hidden_states, labels, shift_labels, position_ids)
 
 
-def _decode(model: Any, first: Tensor, labels: Tensor | None, shift_labels: Tensor | None) -> Any:
+def _decode(
+    model: Any,
+    first: Tensor,
+    labels: Tensor | None,
+    shift_labels: Tensor | None,
+    position_ids: Tensor | None,
+) -> Any:
+    positions = {} if position_ids is None else {POSITIONS: position_ids}
     if not has_unit(model, _HEAD):
-        return _base(model)(input_ids=first).last_hidden_state
+        return _base(model)(input_ids=first, **positions).last_hidden_state
     shifted = {} if shift_labels is None else {"shift_labels": shift_labels}
-    return type(model).forward(model, input_ids=first, labels=labels, **shifted)
+    return type(model).forward(model, input_ids=first, labels=labels, **shifted, **positions)
 
 
 class DiffusionFamily(ModelFamily):

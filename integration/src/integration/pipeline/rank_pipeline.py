@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from integration.data import POSITIONS
 from integration.errors import UsageError
 from integration.models import ModelShape, RouterOptions
 from integration.pipeline.families import family_of
@@ -154,6 +155,7 @@ class RankPipeline:
         self._family = family_of(model)
         self._layout, self._make_stage = layout, make_stage
         self._device, self._one_device_random = inner.device, one_device_random
+        self._degrees, self._has_masks = inner.degrees, inner.name == "plan" and inner.has_documents
         self._random: StageRandom | None = None
         self.group = mesh.get_group("pp")
         chain = self._family.chain(model)
@@ -251,7 +253,7 @@ class RankPipeline:
 
         Gradients, times ``scale``, of plans are reduced in the ``last`` one.
         """
-        self.prepare(batch)
+        batch = self._with_masks(batch)
         with self._unreduced_gradients():
             losses = self._run(self._schedule.step, batch, scale / parts)
         if last and self._plan_parts:
@@ -262,8 +264,26 @@ class RankPipeline:
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Returns the loss of a microbatch, by forwards alone; gradients are disabled."""
-        self.prepare(batch)
+        batch = self._with_masks(batch)
         return self._sum(self._run(self._schedule.eval, batch, 1.0))
+
+    def _with_masks(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Prepares a batch; under a plan its stages get masks of documents for its positions."""
+        if not self._has_masks:
+            self.prepare(batch)
+            return batch
+        from plan_api import AttentionMask
+
+        data, each = self._degrees.data, self._degrees.cp * self._degrees.tp
+        # The pipeline's axis is the outermost of the ranks.
+        own = dist.get_rank() % (data * each) // each
+        rows = batch[POSITIONS].chunk(self._layout.microbatches)
+        rest = {name: tensor for name, tensor in batch.items() if name != POSITIONS}
+        self.prepare(rest)
+        masks = [AttentionMask.of_position_ids(one.chunk(data)[own]) for one in rows]
+        for stage in self.stages:
+            stage.masks = masks
+        return rest
 
     @property
     def parts(self) -> list[nn.Module]:

@@ -1,6 +1,10 @@
 """torch's pipeline stage for modules that return DTensors, or what a model returns."""
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
@@ -8,6 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from integration.models import loss_of
 from integration.pipeline.stage_random import StageRandom
+
+if TYPE_CHECKING:
+    from plan_api import AttentionMask
 
 
 class Stage(PipelineStage):
@@ -17,15 +24,30 @@ class Stage(PipelineStage):
 
     Attributes:
         random: where its random numbers are in one device's stream; None: they are this rank's.
+        masks: of each microbatch's documents, which a plan's attention takes; empty: it takes none.
     """
 
     random: StageRandom | None = None
+    masks: Sequence[AttentionMask] = ()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Runs a microbatch; torch's schedules call it."""
         if self.random is not None:
             self.random.enter(self.stage_index, fwd_chunk_id)
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with self._mask(fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Runs a microbatch's backward, in which layers may be recomputed; schedules call it."""
+        with self._mask(bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def _mask(self, chunk: int) -> AbstractContextManager[None]:
+        if not self.masks:
+            return nullcontext()
+        from plan_api import attention_mask
+
+        return attention_mask(self.masks[chunk])
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; torch's schedules call it for each microbatch."""

@@ -70,7 +70,8 @@ def boundary(tensor: PassedTensor, context: StageContext, first: str) -> list[Pl
     """Returns the placements of a tensor that enters a stage, whose first unit is ``first``."""
     placements: list[Placement] = []
     for axis in context.mesh.mesh_dim_names or ():
-        if context.mesh[axis].size() == 1:
+        # An axis "cp" of one rank is there for the masks of documents; the plan shards along it.
+        if context.mesh[axis].size() == 1 and axis != "cp":
             placements.append(Replicate())
         elif axis in ("dp", "ep"):
             placements.append(Shard(0))

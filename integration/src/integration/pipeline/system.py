@@ -54,9 +54,15 @@ class PipelineSystem(System):
         self.shards_batches = inner.shards_batches
         self.accepts_deferred_init = inner.accepts_deferred_init
         self.plans_layers = inner.plans_layers
+        self.has_documents = inner.has_documents
         self._inner, self._layout = inner, layout
         self._one_device_random, self._router_options = one_device_random, router_options
         self._running: RankPipeline | None = None
+
+    @property
+    def inputs_on_host(self) -> tuple[str, ...]:
+        """Those of the inner system, whose masks are of the microbatches."""
+        return self._inner.inputs_on_host
 
     def check(self, world_size: int, shape: ModelShape) -> None:
         """Validates the inner system on the ranks of a stage."""
@@ -75,9 +81,11 @@ class PipelineSystem(System):
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Returns this rank's part of the model; parameters have the full model's names."""
-        if self.degrees.cp > 1:
-            describe_masks_of(model)
         axes = self.degrees.axes
+        if self._inner.name == "plan" and self._inner.has_documents:
+            axes = self.degrees.axes_with("cp")
+        if "cp" in axes:
+            describe_masks_of(model)
         if self._inner.name != "plan":
             axis = "tp" if self._inner.name in TENSOR_PARALLEL else "dp"
             axes = {axis: world_size // self._layout.degree}

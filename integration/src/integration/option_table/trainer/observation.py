@@ -140,6 +140,19 @@ class _ModuleHooks:
     backward: Counter[int] = field(default_factory=Counter)
     knows_documents: bool = False
 
+    def find_documents(self, model: nn.Module) -> None:
+        """Notes whether the decoder in ``model``, which may be a stage's part, knows documents."""
+
+        def find(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            from plan_api.context_parallel.batch import current_batch
+
+            positions = kwargs.get(POSITIONS)
+            self.knows_documents = positions is not None or current_batch() is not None
+
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] == "model":
+                module.register_forward_pre_hook(find, with_kwargs=True)
+
     def install(self, trainer: Trainer, model: nn.Module) -> None:
         """Counts calls in ``model``; of activation functions only where layers are not compiled."""
 
@@ -151,12 +164,6 @@ class _ModuleHooks:
             in_backward = torch._C._current_graph_task_id() != -1
             (self.backward if in_backward else self.forward)[trainer.step] += 1
 
-        def find_documents(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            from plan_api.context_parallel.batch import current_batch
-
-            positions = kwargs.get(POSITIONS)
-            self.knows_documents = positions is not None or current_batch() is not None
-
         def count_experts(module: nn.Module, args: Any, result: Tensor) -> None:
             self.experts[trainer.step] += torch._C._current_graph_task_id() == -1
 
@@ -164,8 +171,6 @@ class _ModuleHooks:
         for name, module in model.named_modules():
             if name.rpartition(".")[2] == "lm_head":
                 module.register_forward_hook(count_head)
-            elif name.rpartition(".")[2] == "model":
-                module.register_forward_pre_hook(find_documents, with_kwargs=True)
             elif name.rpartition(".")[2] == "experts":
                 module.register_forward_hook(count_experts)
             elif name.rpartition(".")[2] == "act_fn" and not compiled:
@@ -209,6 +214,8 @@ def observe(config: TrainConfig, world: World) -> TrainingObservation:
     recorder = _StepRecorder(config)
     trainer = _trainer_with(recorder)(setup, world)
     recorder.modules.install(trainer, trainer.model)
+    for part in setup.system.evaluated_modules(trainer.model):
+        recorder.modules.find_documents(part)
     weights = None
     if config.pp_degree == 1:  # a stage has only its own
         weights = weights_hash(trainer.model)

@@ -261,8 +261,10 @@ def _check_length(config: TrainConfig, system: System, shape: ModelShape) -> Non
         return
     length = config.sequence_length
     chunks, parts = (1, "an equal part") if config.cp_method == "ulysses" else (2, "two chunks")
-    # Within the mask of a batch, whose documents are of any length, plans pad sequences.
-    if config.cp > 1 and not plans_documents(config) and length % (chunks * config.cp):
+    # Within the mask of a batch, whose documents are of any length, plans pad sequences, but not
+    # those that stages send.
+    pads = plans_documents(config) and config.pp_degree == 1
+    if config.cp > 1 and not pads and length % (chunks * config.cp):
         fit = [each for each in system.degrees.fitting("cp") if length % (chunks * each) == 0]
         raise UsageError(
             f"--cp {config.cp}: expected --sequence-length to be a multiple of"

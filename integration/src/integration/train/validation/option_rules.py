@@ -120,13 +120,6 @@ RULES: tuple[OptionRule, ...] = (
     ),
     OptionRule(
         "attn_mask_type",
-        "pp_degree",
-        lambda config: config.pp_degree == 1,
-        "--pp-degree 1, as stages do not get the documents of their microbatches",
-        "leave either out",
-    ),
-    OptionRule(
-        "attn_mask_type",
         "plan",
         lambda config: config.plan is None,
         "a plan of the zoo, in which attention takes the mask",

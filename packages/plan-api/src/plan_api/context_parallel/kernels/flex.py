@@ -48,9 +48,11 @@ class Flex(AttentionKernel):
         options: TileOptions,
     ) -> AttentionGradients:
         assert options.pairs is not None
-        inputs = [one.detach().requires_grad_() for one in (query, key, value)]
+        inputs = query, key, value = tuple(
+            one.detach().requires_grad_() for one in (query, key, value)
+        )
         with torch.enable_grad():
-            out, lse = self._attention(*inputs, options)
+            out, lse = self._attention(query, key, value, options)
         attends, dtype = options.pairs.attends.unsqueeze(1), output.lse.dtype
         weight = torch.where(attends, (lse.detach() - output.lse).exp(), 0)
         step = (out.detach().to(dtype) - output.out.to(dtype)) * grad.to(dtype)
@@ -63,7 +65,9 @@ class Flex(AttentionKernel):
         from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
         assert options.pairs is not None
-        attention = flex_attention if query.device.type == "cpu" else _compiled(flex_attention)
+        attention: Callable[..., Any] = flex_attention
+        if query.device.type != "cpu":
+            attention = _compiled(attention)
         out, aux = attention(
             query, key, value, block_mask=options.pairs.mask, scale=self._scale,
             enable_gqa=self._groups > 1, return_aux=AuxRequest(lse=True),
