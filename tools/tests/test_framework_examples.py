@@ -95,18 +95,21 @@ if __name__ == "__main__":
 
 
 @pytest.mark.ranks
-def test_tiny_ranks_do_not_import_again_or_share_state_and_losses_that_differ_are_an_error(
-    tmp_path,
-):
+@pytest.mark.parametrize(
+    ("size", "imports"),
+    [(["--tiny"], 1), pytest.param(["--steps", "2"], 5, marks=pytest.mark.slow)],
+    ids=["forked", "spawned"],
+)
+def test_ranks_share_no_state_and_losses_that_differ_are_an_error(tmp_path, size, imports):
     (tmp_path / "train.py").write_text(EXAMPLE)
     paths = [tmp_path / "train.py", tmp_path / "imports", ROOT / "examples"]
-    command = [sys.executable, *map(str, paths), "--tiny", "--json", str(tmp_path / "found")]
+    command = [sys.executable, *map(str, paths), *size, "--json", str(tmp_path / "found")]
     done = subprocess.run(command, timeout=300, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert "expected 2 losses within 1e-05 of native FSDP2's, got 5.0e-01" in done.stderr
     (found,) = json.loads((tmp_path / "found").read_text())
     assert (found["native"]["losses"], found["fsdp"]["losses"]) == ([1.0, 1.0], [1.5, 1.5])
-    assert (tmp_path / "imports").read_text() == "imported "
+    assert (tmp_path / "imports").read_text() == "imported " * imports
 
 
 # What is left of accelerate's own scripts without its data sets and metrics.
