@@ -8,7 +8,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from plan_api.plan import Plan
 from plan_api.spec.placements import interleaved_shard
 from plan_api.spec.plan_entries import ContextMethod
-from plan_api.zoo.requirements import check_no_tp_beside_cp, check_options
+from plan_api.zoo.requirements import check_options
 
 __all__ = ["dit"]
 
@@ -42,7 +42,6 @@ def dit(
         ImportError: ragged-shard is not installed.
     """
     check_options("dit", tp, sp=sp, dp=dp, cp=cp, mesh=mesh)
-    check_no_tp_beside_cp("dit", tp, cp)
     plan, whole, part, block = Plan(mesh), Replicate(), Partial(), r"blocks\.\d+"
     axis = dp or tp or cp or plan.axes[0]
     drop = rf"{block}\.(attn\.proj_drop|mlp\.drop2).<op:dropout>"
