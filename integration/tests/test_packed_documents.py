@@ -127,7 +127,7 @@ def test_sequences_within_documents_are_of_any_length():
 
 COMMON = {"sequence_length": LENGTH, "global_batch": 8, "clip_grad_norm": 1.0, "init": "sharded"}
 SP = {"tp": 2, "sp": True}
-CP, FSDP = {"cp": 2}, {"dp_shard": 2}
+CP, FSDP, HSDP = {"cp": 2}, {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}
 STATIC = {"static": True}
 # By the number of ranks and the model: the options of runs of a plan, or of another system.
 FAST = {
@@ -162,12 +162,12 @@ OF_TWO = {
 OF_FOUR = {
     "llama-tiny": [
         FSDP | CP, CP | SP | {"loss_parallel": True}, FSDP | SP | STATIC, {"cp": 4} | STATIC,
-        FSDP | CP | STATIC,
+        FSDP | CP | STATIC, HSDP, HSDP | STATIC,
     ],
     "qwen3-tiny": [FSDP | CP, CP | SP | STATIC],
     "mixtral-tiny": [
         FSDP | CP | {"ep": 4}, FSDP | CP | {"ep": 2} | STATIC, CP | SP | {"ep": 2},
-        {"dp_shard": 4, "ep": 2} | STATIC,
+        *({"dp_shard": 4, "ep": 2, "static": static} for static in (False, True)),
     ],
     "gpt-oss-tiny": [CP | SP, CP | SP | STATIC],
 }  # fmt: skip

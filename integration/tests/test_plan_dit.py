@@ -334,41 +334,47 @@ def test_heads_that_tp_does_not_divide_are_refused():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("shape", "method"),
+    ("axes", "method"),
     [
-        ((2,), "ring"),
+        (("cp",), "ring"),
         *(
-            pytest.param(shape, method, marks=pytest.mark.slow)
-            for shape, method in [((2,), "all-gather"), ((2,), "ulysses"), ((2, 2), "ring")]
+            pytest.param(axes, method, marks=pytest.mark.slow)
+            for axes, method in [
+                (("cp",), "all-gather"),
+                (("cp",), "ulysses"),
+                (("dp", "cp"), "ring"),
+                (("cp", "tp"), "ring"),
+                (("cp", "tp"), "ulysses"),
+            ]
         ),
     ],
     ids=str,
 )
-def test_a_dit_trains_with_context_parallelism(shape, method):
+def test_a_dit_trains_with_context_parallelism(axes, method):
     """The sequence is the patches, between their embedding and the final layer; dropout is on.
 
     In both modes, of which static mode compares its first step with Eager.
     """
-    dp = ("dp",) * (len(shape) - 1)
+    dp, ranks = [axis for axis in axes if axis == "dp"], 2 ** len(axes)
 
     def check():
-        mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=(*dp, "cp")), []
-        options = {"tp": None, "dp": next(iter(dp), None), "cp": "cp", "cp_method": method}
+        mesh, found = init_device_mesh("cpu", (2,) * len(axes), mesh_dim_names=axes), []
+        options = {name: name if name in axes else None for name in ("tp", "dp", "cp")}
         for mode in ("eager", "static"):
-            plan = with_noise_loss(zoo.dit(mesh, **options), *dp)
+            plan = with_noise_loss(zoo.dit(mesh, **options, cp_method=method), *dp)
             model = parallelize(random_dit(), plan, mode=mode, strict=True)
             found.append((trained(model), list(installed(model).coverage.unused_sites)))
         return found
 
     expected = trained(random_dit())
-    for found in run_ranks(check, torch.Size(shape).numel()):
+    for found in run_ranks(check, ranks, timeout=500 if ranks == 4 else 100):
         for actual, unused in found:
             assert actual.losses == pytest.approx(expected.losses, abs=1e-5, rel=0)
             assert actual.norms == pytest.approx(expected.norms, abs=1e-6, rel=1e-4)
             assert unused == []
 
 
-def test_context_parallelism_of_a_dit_beside_tp_is_refused():
-    message = r"zoo.dit: expected cp='cp' without tp.*tp=None"
+def test_context_parallelism_of_a_dit_beside_sp_is_refused():
+    message = r"zoo.dit: expected cp='cp' without sp.*sp=False"
     with fake_mesh((2, 2), ("cp", "tp")) as mesh, pytest.raises(ValueError, match=message):
-        zoo.dit(mesh, cp="cp")
+        zoo.dit(mesh, cp="cp", sp=True)

@@ -136,9 +136,9 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             " or 4, or",
         ),
         (
-            {"system": "plan", "cp": 2, "tp": 2, "model": "dit-tiny"},
+            {"system": "plan", "cp": 2, "tp": 2, "sp": True, "model": "dit-tiny"},
             4,
-            "--cp 2: expected --tp 1 for a dit, .* got --tp 2; leave either out",
+            "--cp 2: expected no --sp for a dit, .* got --sp; leave either out",
         ),
         (
             {"system": "plan", "cp": 3, "model": "dit-tiny"},

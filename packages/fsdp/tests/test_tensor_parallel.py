@@ -363,6 +363,18 @@ def test_flattened_axes_must_follow_each_other_in_the_mesh():
             fully_shard(model, mesh=mesh["a", "b"]._flatten("data"))
 
 
+def test_flattened_axes_of_one_rank_may_be_anywhere_in_the_mesh():
+    """Such as "cp" behind the axis of experts, where sequences are not sharded."""
+    with fake_mesh((2, 2, 1), ("dp", "ep", "cp")) as mesh:
+        model = nn.Linear(8, 8, bias=False)
+        placed = [Replicate(), Shard(0), Replicate()]
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, placed))
+        fully_shard(model, mesh=mesh["dp", "cp"]._flatten("data"))
+        assert model.weight.device_mesh.mesh_dim_names == ("data", "ep", "cp")
+        model.unshard()
+        assert model.weight.placements == tuple(placed)
+
+
 @pytest.mark.parametrize(
     ("shape", "names", "data", "sizes"),
     [

@@ -170,10 +170,10 @@ def _check_context(shape: ModelShape, degrees: Degrees) -> None:
         UsageError: names a degree and those that would fit.
     """
     if isinstance(shape, DiTShape):
-        if degrees.tp > 1:
+        if degrees.sp:
             raise UsageError(
-                f"--cp {degrees.cp}: expected --tp 1 for a dit, whose sharded patches DTensors"
-                f" gather beside it, got --tp {degrees.tp}; leave either out"
+                f"--cp {degrees.cp}: expected no --sp for a dit, of whose last layer DTensor does"
+                " not view patches that both shard, got --sp; leave either out"
             )
         require_divisors(shape, ("patches",), "--cp", degrees.cp, degrees.fitting("cp"))
     if degrees.cp_method == "ulysses":

@@ -166,6 +166,17 @@ def test_only_shards_are_allocated(monkeypatch):
         assert torch.equal(model.weight.to_local(), torch.full((2**11, 2**11), 3.0))
 
 
+def test_modules_find_no_shards_along_an_axis_of_one_rank():
+    """HSDP's two axes are those of the plan that have their ranks, which is "dp" alone."""
+    with fake_mesh((4, 1), ("dp", "cp")) as mesh:
+        plan = (
+            Plan(mesh).shard("<in>", [S0, R]).fully_shard("", ["dp", "cp"], flat=True, replicate=2)
+        )
+        model = parallelize(deferred_init(lambda: nn.Linear(8, 8)), plan)
+        model.unshard()
+        assert [list(param.placements) for param in model.parameters()] == [[R, R]] * 2
+
+
 def test_a_model_that_reads_values_is_refused():
     def make():
         model = nn.Linear(2, 2)

@@ -9,7 +9,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from plan_api import Plan, generate_static, installed, parallelize, plan_communication, zoo
+from plan_api import (
+    AttentionMask,
+    Plan,
+    attention_mask,
+    describe_masks,
+    generate_static,
+    installed,
+    parallelize,
+    plan_communication,
+    zoo,
+)
 from testkit import (
     FLATTENS_TWO_SHARDED_DIMS,
     NO_FLATTENING,
@@ -435,6 +445,61 @@ class Centred(nn.Module):
     def forward(self, x):
         hidden = self.inner(x)
         return self.out(hidden - hidden.mean()).square().sum()
+
+
+def of_documents(mesh, order="balanced"):
+    """What Eager needs to shard LLaMA's sequences, where documents are packed."""
+    plan = Plan(mesh).sequence("<in:input_ids>", "cp", order=order)
+    plan.sequence("<in:labels>", "cp", order=order, shift="shift_labels")
+    plan.sequence(r"model\.rotary_emb.<in:position_ids>", "cp", order=order, positions=True)
+    plan.shard(r"model\.layers\.\d+.<in:attention_mask>", R, "cp")
+    plan.context(r"model\.layers\.\d+\.self_attn", "cp", order=order)
+    return plan.shard("<out:loss>", R, "cp")
+
+
+CONTEXT = {
+    "llama": (models.llama, of_documents, partial(zoo.llama, cp_order="balanced")),
+    "mixtral": (
+        models.mixtral,
+        partial(zoo.mixtral, tp=None, cp="cp", ep="cp"),
+        partial(zoo.mixtral, ep="cp"),
+    ),
+}
+
+
+def of_sharded_sequences(name):
+    """The losses of Eager, of the generated plan, and of the zoo's in static mode."""
+    make, eager, static = CONTEXT[name]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    ids = torch.randint(0, models.VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(0))
+    batch, documents = {"input_ids": ids, "labels": ids}, AttentionMask.of_lengths([5, 9, 3])
+    plan, losses = eager(mesh), []
+    with attention_mask(documents):
+        generated = generate_static(plan, describe_masks(make()), batch)
+    for one, mode in (
+        (plan, "eager"), (generated, "static"), (static(mesh, tp=None, cp="cp"), "static"),
+    ):  # fmt: skip
+        model = parallelize(describe_masks(make()), one, mode=mode)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses.append([])
+        for _ in range(3):
+            with attention_mask(documents):  # a batch
+                loss = model(**batch).loss
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    with pytest.raises(ValueError, match=r"self_attn.* expected fake=False with context parallel"):
+        generate_static(plan, describe_masks(make()), batch, fake=True)
+    return losses
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("mixtral", marks=SLOW)])
+def test_plans_of_sharded_sequences_train_to_the_bits_of_eager(name):
+    for eager, generated, by_hand in run_ranks(of_sharded_sequences, 2, name, timeout=300):
+        assert generated == eager
+        assert by_hand == pytest.approx(eager, rel=0, abs=1e-6)
+        assert eager[0] > eager[-1]
 
 
 def refused():

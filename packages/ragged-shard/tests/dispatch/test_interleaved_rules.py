@@ -314,6 +314,28 @@ def test_batch_and_heads_in_one_dim_are_what_torch_calls_a_strided_shard():
     run_ranks(strided_twice, 4)
 
 
+def sharded_sequence():
+    """Queries, keys and values of a sequence that another axis shards, from a linear layer."""
+    mesh, whole = init_device_mesh("cpu", (2, 2)), operand(2, 6, 24)
+    rows = distribute_tensor(whole, mesh, [Shard(1), InterleavedShard(2, 3)])
+    with CommLog() as log, ragged_shard.strict():
+        flat = rows.view(12, 24)  # as nn.Linear does, and back
+        back = flat.view(2, 6, 24)
+        heads = back.view(2, 6, 3, 4, 2)
+    log.assert_counts({})
+    assert flat.placements == (_StridedShard(0, split_factor=2), InterleavedShard(1, 3))
+    assert back.placements == rows.placements
+    assert heads.placements == (Shard(1), InterleavedShard(3, 1))
+    assert_bitwise(heads.full_tensor(), whole.view(2, 6, 3, 4, 2), "heads")
+    columns = distribute_tensor(whole, mesh, [Shard(1), InterleavedShard(2, 3)])
+    with ragged_shard.strict(), pytest.raises(RuntimeError, match="forbids"):
+        columns.view(2, 144)  # the sequence is flattened into the interleaved dim
+
+
+def test_columns_stay_cut_where_another_axis_cuts_the_sequence():
+    run_ranks(sharded_sequence, 4)
+
+
 def two_interleaved_axes():
     mesh = init_device_mesh("cpu", (2, 2))
     placements = [InterleavedShard(0, 3), InterleavedShard(1, 2)]

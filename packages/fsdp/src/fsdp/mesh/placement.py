@@ -210,7 +210,7 @@ def _flattened(mesh: DeviceMesh, other: DeviceMesh) -> tuple[str, ...]:
     """Returns the axes of another mesh that this one flattens, in order; () if there are none.
 
     Torch keeps no record of it, so ranks are compared. Axes of size 1 make no difference to these:
-    those between flattened axes count as flattened, too.
+    those between flattened axes count as flattened, too, and those beyond larger ones do not.
     """
     names = other.mesh_dim_names or ()
     coordinate = other.get_coordinate()
@@ -221,11 +221,18 @@ def _flattened(mesh: DeviceMesh, other: DeviceMesh) -> tuple[str, ...]:
         for axes in itertools.combinations(range(other.ndim), number):
             index = tuple(slice(None) if axis in axes else at for axis, at in enumerate(coordinate))
             if torch.equal(other.mesh[index].flatten(), ranks):
-                between = range(axes[0], axes[-1] + 1)
-                if all(axis in axes or other.size(axis) == 1 for axis in between):
-                    axes = tuple(between)
-                return tuple(names[axis] for axis in axes)
+                return tuple(names[axis] for axis in _adjacent(axes, other))
     return ()
+
+
+def _adjacent(axes: Sequence[int], mesh: DeviceMesh) -> Sequence[int]:
+    """Returns axes with those of size 1 between them, or without those of size 1 around others."""
+    larger = [axis for axis in axes if mesh.size(axis) > 1]
+    for some in (axes, larger):
+        between = range(some[0], some[-1] + 1) if some else range(0)
+        if between and all(axis in some or mesh.size(axis) == 1 for axis in between):
+            return between
+    return axes
 
 
 def _with_flattened(mesh: DeviceMesh, other: DeviceMesh, flattened: Sequence[str]) -> DeviceMesh:

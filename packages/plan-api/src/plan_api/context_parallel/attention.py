@@ -176,6 +176,17 @@ def _dropout_placements(
     return tuple(placements)
 
 
+def _as_shards(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor whose interleaved shards of one part, of a fused projection, are shards."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = tuple(
+        Shard(one.dim) if getattr(one, "interleaves", 0) == 1 else one  # type: ignore[attr-defined]
+        for one in tensor.placements
+    )
+    return tensor if placements == tensor.placements else tensor.redistribute(placements=placements)
+
+
 class _ContextParallelAttention:
     """Replaces `scaled_dot_product_attention` on DTensors, and on local tensors in static mode."""
 
@@ -239,8 +250,7 @@ class _ContextParallelAttention:
         query, key, value = cast_down(query, key, value)
         if self._is_static:
             return self._on_local(query, key, value, mask, dropout_p, scale, enable_gqa, sinks)
-        query = self._check_placements(query)
-        key, value = self._check_placements(key), self._check_placements(value)
+        query, key, value = (self._check_placements(_as_shards(x)) for x in (query, key, value))
         self._check_same_placements(query, key, value)
         placements, shape = query.placements, torch.Size((*query.shape[:-1], value.shape[-1]))
         with moving(self._step, placements, placements):

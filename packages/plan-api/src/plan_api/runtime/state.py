@@ -171,6 +171,9 @@ def _placements_before_fully_shard(
     if not all(isinstance(rest[axis], Replicate) for axis in axes):
         return rest  # fully_shard ignores it
     sharding = axes if dict(entry.options).get("flat") else axes[-1:]
+    # Modules would find shards along an axis of one rank, where fully_shard does not gather along
+    # it: of HSDP's two axes it does not know which axes of the plan they are, but by their ranks.
+    sharding = [axis for axis in sharding if mesh.size(axis) > 1]
     sharded_dims = {getattr(one, "dim", None) for one in rest}  # torch's and ragged-shard's shards
     free = [dim for dim in range(tensor.ndim) if dim not in sharded_dims]
     if not free:

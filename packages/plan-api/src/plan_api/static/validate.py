@@ -83,8 +83,8 @@ def unsupported_options(lowered: Lowered, mesh: DeviceMesh) -> Iterator[StaticEr
 def context_parallel_sites(lowered: Lowered) -> Iterator[str]:
     """Yields the names of steps of context parallelism.
 
-    `generate_static` and `typecheck` do not support it: they run the model's code on global sizes,
-    and static mode with it counts positions from this rank's.
+    `typecheck`, and `generate_static` on FakeTensors, do not support it: attention sends keys and
+    values of real tensors.
     """
     for site in lowered.sites:
         for step in site.steps:

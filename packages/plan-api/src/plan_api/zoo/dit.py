@@ -8,7 +8,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from plan_api.plan import Plan
 from plan_api.spec.placements import interleaved_shard
 from plan_api.spec.plan_entries import ContextMethod
-from plan_api.zoo.requirements import check_no_tp_beside_cp, check_options
+from plan_api.zoo.requirements import check_no_sp_beside_cp, check_options
 
 __all__ = ["dit"]
 
@@ -31,18 +31,18 @@ def dit(
         tp: the axis of tensor parallelism; heads have to be a multiple of its size. None: none.
         dp: the axis along which batches are sharded, before ``tp`` in the mesh; None: none.
         sp: whether hidden states between attention and MLP are sharded on the patches, on ``tp``.
-        cp: the axis along which patches are sharded in blocks, without ``tp``; its size has to
+        cp: the axis along which patches are sharded in blocks, without ``sp``; its size has to
             divide their number. None: none.
         cp_method: of attention over them, as in `Plan.context`; every patch attends to all, so that
             work is balanced in their own order.
 
     Raises:
-        ValueError: the mesh lacks an axis, ``sp`` without ``tp``, ``cp`` with ``tp``, or ``cp`` is
+        ValueError: the mesh lacks an axis, ``sp`` without ``tp`` or with ``cp``, or ``cp`` is
             an axis of another option.
         ImportError: ragged-shard is not installed.
     """
     check_options("dit", tp, sp=sp, dp=dp, cp=cp, mesh=mesh)
-    check_no_tp_beside_cp("dit", tp, cp)
+    check_no_sp_beside_cp("dit", cp, sp=sp)
     plan, whole, part, block = Plan(mesh), Replicate(), Partial(), r"blocks\.\d+"
     axis = dp or tp or cp or plan.axes[0]
     drop = rf"{block}\.(attn\.proj_drop|mlp\.drop2).<op:dropout>"
@@ -75,6 +75,8 @@ def dit(
         plan.annotate(rf"{block}\.attn.<op:reshape:0>", Shard(3), tp)
         plan.annotate(rf"{block}\.attn.<op:reshape:1>", Shard(2), tp, unit="head_dim")
         plan.annotate(rf"{block}\.mlp\.drop1.<op:dropout>", Shard(2), tp)
+        if cp is not None:  # DTensors would gather patches
+            plan.local(rf"{block}\.(attn\.proj|mlp\.fc2)", part, tp)
         if sp:
             plan.redistribute(r"blocks\.0.<in>", whole, rest, tp)
             plan.redistribute("final_layer.<out>", rest, whole, tp, grad_src=whole, grad_dst=rest)

@@ -19,7 +19,7 @@ __all__ = [
     "ContextParallel",
     "ExpertAxes",
     "check_ep_chunks",
-    "check_no_tp_beside_cp",
+    "check_no_sp_beside_cp",
     "check_options",
     "expert_axes",
     "names_of",
@@ -201,21 +201,21 @@ def check_options(
             )
 
 
-def check_no_tp_beside_cp(name: str, tp: str | None, cp: str | None) -> None:
-    """Refuses both, for models of which DTensors gather sharded sequences beside ``tp``.
+def check_no_sp_beside_cp(name: str, cp: str | None, *, sp: bool) -> None:
+    """Refuses both, for models whose last layer has sharded sequences.
 
     Args:
         name: of the plan, for messages.
-        tp: as in the plans' options.
         cp: as in the plans' options.
+        sp: as in the plans' options.
 
     Raises:
         ValueError: both are given.
     """
-    if cp is not None and tp is not None:
+    if cp is not None and sp:
         raise ValueError(
-            f"zoo.{name}: expected cp={cp!r} without tp, got tp={tp!r}, beside which DTensors "
-            f"gather sharded patches to view them as queries, keys and values; pass tp=None"
+            f"zoo.{name}: expected cp={cp!r} without sp, got sp=True, under which DTensor does not "
+            f"view the patches that both shard in the last layer; pass sp=False"
         )
 
 

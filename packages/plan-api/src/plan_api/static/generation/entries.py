@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from plan_api.lowering.ir import HookPoint, Lowered, OpKind
+from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site, SiteStep
 from plan_api.lowering.model_names import is_inside
 from plan_api.plan import Plan
 from plan_api.spec.entry import Entry, EntryKind
@@ -27,6 +27,7 @@ __all__ = [
 _POLICIES = (
     EntryKind.FULLY_SHARD, EntryKind.RECOMPUTE, EntryKind.COMPILE, EntryKind.PRECISION,
 )  # fmt: skip
+_RANDOM = ("dropout", "scaled_dot_product_attention")
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,20 @@ def _site_entries(lowered: Lowered, trace: EagerTrace) -> Iterator[GeneratedEntr
                 continue
             kind = "in" if site.hook_point is HookPoint.FORWARD_PRE else "out"
             yield redistribute_entry(site.path, f"<{kind}:{step.index}>", traced, step.lines)
+
+
+def _is_of_sequence(site: Site, step: SiteStep, traced: TensorTrace) -> bool:
+    """Whether an entry of `Plan.sequence`, which stays in the plan, does all that a step has."""
+    along = {
+        move.dst
+        for other in site.steps
+        if other.kind is OpKind.ORDER and other.index == step.index
+        for move in other.moves.values()
+    }
+    changed = {
+        after for before, after in zip(traced.before, traced.after, strict=True) if before != after
+    }
+    return bool(along) and changed <= along
 
 
 def redistribute_entry(
@@ -213,8 +228,15 @@ def _operator_entries(calls: Iterable[FunctionCall]) -> Iterator[GeneratedEntry]
         if call.sized_dims or call.name in ("view", "reshape", "split"):
             continue
         if any(_is_shard(input_placement) for input_placement in call.input_placements):
-            tensor = f"<op:{call.name}:{call.number}>"
-            yield GeneratedEntry("annotate", call.path, tensor, call.input_placements)
+            tensor, placements = f"<op:{call.name}:{call.number}>", call.input_placements
+            if call.name not in _RANDOM:  # where elements are makes no difference to a loss
+                placements = tuple(map(_without_stride, placements))
+            yield GeneratedEntry("annotate", call.path, tensor, placements)
+
+
+def _without_stride(placement: Placement) -> Placement:
+    """Returns the shard of a strided one, whose number of parts is of the example's batch."""
+    return Shard(placement.dim) if isinstance(placement, _StridedShard) else placement
 
 
 def generate_size_entries(lowered: Lowered, trace: EagerTrace) -> list[GeneratedEntry]:
@@ -285,8 +307,8 @@ def split_policies(plan: Plan) -> tuple[Plan, Plan]:
 def _is_retained(entry: Entry) -> bool:
     kind = entry.path.kind
     is_model_input = kind is PathKind.INPUT and not entry.path.pattern
-    is_expert = entry.kind in (EntryKind.INDEX, EntryKind.DISPATCH)
-    return kind in (PathKind.STATE, PathKind.MODULE) or is_model_input or is_expert
+    is_own = entry.kind in (EntryKind.INDEX, EntryKind.DISPATCH, EntryKind.SEQUENCE)
+    return kind in (PathKind.STATE, PathKind.MODULE) or is_model_input or is_own
 
 
 def _add(plan: Plan, entry: GeneratedEntry, pattern: str) -> None:

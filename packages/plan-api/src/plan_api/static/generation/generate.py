@@ -55,6 +55,8 @@ def generate_static(
     and the placements of gradients; a gradient that becomes Partial is reduced where it does, as in
     Megatron-LM; once, where several modules share it (`plan_communication`). It is an ordinary
     plan, with the same effect in Eager. It is validated: a static step has to compute Eager's bits.
+    Entries of `Plan.sequence` and `Plan.context` stay in it; where a mask describes batches, call
+    it within `attention_mask`.
     fully_shard is not applied for that: modules compute the same with it.
 
     A module that cannot run on local tensors, such as one whose own code needs a redistribution
@@ -83,10 +85,10 @@ def generate_static(
 
     Raises:
         ValueError: ``communication`` has no such value; the plan has options that static mode does
-            not support (context parallelism, phases beside fully_shard), the model does not take
-            these inputs, or fully_shard has been applied to it; raised before anything is run or
-            sent. Or no module smaller than the model could run on DTensors; names module, operator
-            and placements, as the warning would.
+            not support (phases beside fully_shard, context parallelism with ``fake``), the model
+            does not take these inputs, or fully_shard has been applied to it; raised before
+            anything is run or sent. Or no module smaller than the model could run on DTensors;
+            names module, operator and placements, as the warning would.
     """
     if communication not in ("planned", "as written"):
         raise ValueError(
@@ -95,11 +97,13 @@ def generate_static(
     step = ExampleStep.checked("generate_static", plan, model, example_inputs, fake, use)
     lowered = lower(plan, model)
     problems = [str(problem) for problem in unsupported_options(lowered, plan.mesh)]
-    problems += (
-        f"{site}: expected a plan without context parallelism, whose entries for static mode cannot"
-        f" be generated; write them as zoo.llama(cp=) does, or use mode='eager'"
-        for site in context_parallel_sites(lowered)
-    )
+    if fake:
+        problems += (
+            f"{site}: expected fake=False with context parallelism, whose ranks send keys and "
+            f"values, which are real in any step; leave fake out, on a smaller model if this one "
+            f"takes too much memory"
+            for site in context_parallel_sites(lowered)
+        )
     if problems:
         lines = "\n".join(problems)
         raise ValueError(f"generate_static: static mode does not support this plan:\n{lines}")

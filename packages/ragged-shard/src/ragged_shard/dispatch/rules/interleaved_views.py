@@ -6,7 +6,7 @@ import math
 
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ragged_shard.dispatch.operator_call import AxisDecision, AxisPlacement, OperatorCall
 from ragged_shard.dispatch.rules.views import local_size, resolved
@@ -80,7 +80,8 @@ def view(call: OperatorCall) -> AxisDecision | None:
     Other dims may change, dims before the interleaved one may be flattened into it, and it may be
     split into its chunks: ``(3 * h) -> (3, h)`` shards ``h`` in one chunk,
     ``(3 * h) -> (3, heads, size)`` the heads. If earlier axes shard the first dim (the batch)
-    evenly, before and after, the rule is applied to the local shapes of these axes.
+    evenly, before and after, the rule is applied to the local shapes of these axes. If axes shard
+    any dims before the interleaved one (sequences), none of these may be flattened into it.
     """
     [spec] = call.specs
     on_axis = interleaved_placement(spec)
@@ -90,13 +91,14 @@ def view(call: OperatorCall) -> AxisDecision | None:
     shape = tuple(tensor_meta_of(spec).shape)
     size = resolved(call.argument("size"), math.prod(shape))
     shards = _shards_of_batch(spec, on_axis.axis)
-    if shards is None:
+    apart = shards is None
+    if apart and not _shard_dims_before(spec, on_axis):
         return None
-    if shards > 1:
+    if shards is not None and shards > 1:
         if not size or shape[0] % shards or size[0] % shards:
             return None
         shape, size = (shape[0] // shards, *shape[1:]), (size[0] // shards, *size[1:])
-    target = _viewed(placement, shape, size, spec.mesh.size(on_axis.axis))
+    target = _viewed(placement, shape, size, spec.mesh.size(on_axis.axis), apart=apart)
     if target is None:
         one_chunk = AxisDecision((on_axis,), (on_axis,), as_shard=True)
         return one_chunk if placement.equals_shard else None
@@ -118,10 +120,33 @@ def _shards_of_batch(spec: DTensorSpec, axis: int) -> int | None:
     return shards
 
 
+def _shard_dims_before(spec: DTensorSpec, on_axis: AxisPlacement) -> bool:
+    """Whether all other axes that shard anything shard dims before the interleaved one."""
+    dim = dim_of(on_axis.placement)
+    return dim is not None and all(
+        isinstance(placement, Shard | _StridedShard) and placement.dim < dim
+        for axis, placement in enumerate(spec.placements)
+        if axis != on_axis.axis and dim_of(placement) is not None
+    )
+
+
 def _viewed(
-    placement: InterleavedShard, old: tuple[int, ...], new: tuple[int, ...], axis_size: int
+    placement: InterleavedShard,
+    old: tuple[int, ...],
+    new: tuple[int, ...],
+    axis_size: int,
+    *,
+    apart: bool,
 ) -> InterleavedShard | None:
-    """Returns the placement of the view; None if the view of a local tensor is no shard of it."""
+    """Returns the placement of the view; None if the view of a local tensor is no shard of it.
+
+    Args:
+        placement: of the tensor.
+        old: its shape.
+        new: that of the view.
+        axis_size: the ranks along the axis.
+        apart: whether dims before the interleaved one may not be flattened into it.
+    """
     dim, count = placement.dim, placement.interleaves
     before, after = math.prod(old[:dim]), math.prod(old[dim + 1 :])
     length, chunk = old[dim], placement.chunk(old)
@@ -129,6 +154,8 @@ def _viewed(
         new_before, new_after = math.prod(new[:new_dim]), math.prod(new[new_dim + 1 :])
         is_kept = new_after == after and new[new_dim] * new_before == before * length
         if is_kept and new_before and before % new_before == 0:  # or flattened with dims before it
+            if apart and before != new_before:
+                return None
             return placement.with_dim(new_dim, count * (before // new_before))
         is_last = new_dim + 1 == len(new)
         if new_before != before or not new[new_dim] or count % new[new_dim] or is_last:
