@@ -5,7 +5,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map
 
 import fsdp
@@ -90,7 +90,8 @@ class Master(Wrapper):
         assert dtype == (param_dtype or torch.float32)
         assert whole.shape[0] >= size[0]
         if out is not None:
-            out.untyped_storage().copy_(whole.untyped_storage())
+            local = out._local_tensor if isinstance(out, DTensor) else out
+            local.untyped_storage().copy_(whole.untyped_storage())
             return None
         return whole, (whole,)
 
@@ -136,6 +137,25 @@ class Quantized(nn.Module):
         return torch.tanh(nn.functional.linear(x, self.weight, self.bias))
 
 
+class TensorParallel(nn.Module):
+    """Two weights that ranks of TP shard, by outputs and by inputs."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.mesh = mesh
+        for name, dim in (("up", 0), ("down", 1)):
+            part = (torch.randn(8, 8) / 3).chunk(mesh.size(), dim)[mesh.get_local_rank()]
+            with torch.no_grad():
+                weight = DTensor.from_local(Master(part.contiguous()), mesh, [Shard(dim)])
+            setattr(self, name, nn.Parameter(weight))
+
+    def forward(self, x):
+        hidden = DTensor.from_local(x, self.mesh, [Replicate()])
+        hidden = torch.tanh(nn.functional.linear(hidden, self.up))
+        y = nn.functional.linear(hidden, self.down)
+        return torch.tanh(y.redistribute(placements=[Replicate()]).to_local())
+
+
 def _model(kind, *rows):
     torch.manual_seed(2)
     return nn.Sequential(*[kind(*rows) for _ in range(2)], nn.Linear(*rows or (8,), 4))
@@ -179,6 +199,45 @@ def test_losses_equal_fsdp2(kind):
         actual, native = (_losses(_sharded(package, _model(kind)), rank) for package in BOTH)
         assert torch.equal(actual, native), (actual, native)
         assert actual[-1] != actual[0]
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_tensors_on_axes_of_tensor_parallelism_train_as_under_fsdp2(tp):
+    def check():
+        mesh = init_device_mesh("cpu", (2, tp), mesh_dim_names=("dp", "tp"))
+        found, placements = [], []
+        for package in BOTH:
+            torch.manual_seed(2)
+            model = nn.Sequential(*(TensorParallel(mesh["tp"]) for _ in range(2)))
+            for block in model:
+                package.fully_shard(block, mesh=mesh["dp"])
+            model = package.fully_shard(model, mesh=mesh["dp"])
+            losses = _losses(model, mesh.get_local_rank("dp"))
+            found.append((losses, *(p._local_tensor.parts[0] for p in model.parameters())))
+            placements.append([(p.device_mesh, p.placements) for p in model.parameters()])
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), found
+        assert found[0][0][-1] != found[0][0][0]
+        assert placements[0] == placements[1]
+        assert [tuple(p.shape) for p in model.parameters()] == [(8, 8)] * 4
+
+    run_ranks(check, 2 * tp)
+
+
+def test_chunks_that_fsdp2_does_not_have_are_refused():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        model = nn.Linear(8, 8, bias=False)
+        with torch.no_grad():
+            on_both = DTensor.from_local(Master(torch.ones(8, 8)), mesh, [Replicate(), Shard(0)])
+        model.weight = nn.Parameter(on_both)
+        with pytest.raises(ValueError, match="'weight', a DTensor on the axes of fully_shard"):
+            fsdp.fully_shard(model, mesh=mesh["dp"])
+        weight = DTensor.from_local(Master(torch.ones(8, 8)), mesh["dp"], [Shard(0)])
+        model.weight = nn.Parameter(weight.detach())
+        with pytest.raises(ValueError, match="that are not the last of the mesh"):
+            fsdp.fully_shard(model, mesh=mesh["tp"])
 
     run_ranks(check, 2)
 

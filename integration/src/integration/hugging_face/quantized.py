@@ -130,7 +130,8 @@ def quantize_model(model: nn.Module, quantization: Quantization) -> None:
     except ValueError as error:
         raise UsageError(f"{what}: {error}") from error
     for name, weight in weights.items():
-        param = model.get_parameter(name).requires_grad_(requires_grad=False)
+        param = model.get_parameter(name)
+        param.requires_grad = False
         param.data = weight.data
         module = model.get_submodule(name.rpartition(".")[0])
         module.register_buffer(_SCALES, form.scales(weight.scales))

@@ -168,6 +168,13 @@ class FSDPParam:
             self.placement.annotation.restore(self.unsharded_param)
 
     @property
+    def gathered_shape(self) -> tuple[int, ...]:
+        """As `local_shape`, also once the sharded parameter has replaced the original one."""
+        if self.placement is not None:
+            return self.placement.shape
+        return tuple(self.sharded_param.shape)
+
+    @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's part of the unsharded parameter; the largest of all ranks."""
         return tuple(self.orig_param.shape) if self.placement is None else self.placement.shape
@@ -369,8 +376,10 @@ def _managed_param(
     if annotation is not None:
         placement = placement_of(annotation.dtensor(param), param_mesh, name)
         placement = placement.annotated(annotation)
-    elif isinstance(param, DTensor) and not extension:
+    elif isinstance(param, DTensor):
         placement = placement_of(param, param_mesh, name)
+        if extension:
+            _check_axes_of_extension(placement, name)
     grad_placements = grad_placements_fn(param) if grad_placements_fn is not None else None
     if grad_placements is not None:
         if placement is None or annotation is not None:
@@ -437,8 +446,8 @@ def has_extension(param: torch.Tensor, name: str) -> bool:
     """Returns whether a parameter has hooks that define what is gathered (extensions.py).
 
     Raises:
-        ValueError: it has one of the two hooks, or `RELEASE_HOOK` alone; it is a DTensor, or has
-            no dim to shard.
+        ValueError: it has one of the two hooks, or `RELEASE_HOOK` alone; or it has no dim to
+            shard.
     """
     local = param._local_tensor if isinstance(param, DTensor) else param
     has = [hasattr(local, hook) for hook in _EXTENSION_HOOKS]
@@ -455,13 +464,34 @@ def has_extension(param: torch.Tensor, name: str) -> bool:
             f"fully_shard: parameter {name!r} is a {kind} with {_EXTENSION_HOOKS[has.index(True)]} "
             f"and without {_EXTENSION_HOOKS[has.index(False)]}; expected both"
         )
-    if isinstance(param, DTensor) or param.ndim == 0:
-        what = "a DTensor of other axes" if isinstance(param, DTensor) else "a scalar"
+    if param.ndim == 0:
         raise ValueError(
-            f"fully_shard: parameter {name!r} is a {kind} and {what}; expected a tensor that can "
-            f"be sharded along dim 0 alone"
+            f"fully_shard: parameter {name!r} is a {kind} and a scalar; expected a tensor that can "
+            f"be sharded along dim 0"
         )
     return True
+
+
+def _check_axes_of_extension(placement: ParamPlacement, name: str) -> None:
+    """Refuses a DTensor whose chunks along dim 0 are not those of FSDP2.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    inner, found = placement.inner, None
+    if placement.fsdp_axes:
+        found = "a DTensor on the axes of fully_shard"
+    elif placement.is_uneven:
+        found = "a DTensor of which other axes have parts of different sizes"
+    elif inner is not None and (inner.mesh.mesh_dim_names or ())[-len(inner.placements) :] != (
+        placement.spec.mesh.mesh_dim_names
+    ):
+        found = "a DTensor on axes that are not the last of the mesh"
+    if found is not None:
+        raise ValueError(
+            f"fully_shard: expected a parameter with fsdp_pre_all_gather to be a plain tensor, or "
+            f"a DTensor with equal parts on the last axes of the mesh, got {name!r}, {found}"
+        )
 
 
 def chunk_rows(rows: int, ranks: int, rank: int) -> int:

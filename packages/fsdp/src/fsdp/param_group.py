@@ -14,12 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dbuffer import BufferMemory, DBuffer, Strategy, dtensor_of, verify
 from fsdp.collectives.all_gather import GroupAllGather, PlannedAllGather
 from fsdp.collectives.comm import BufferSpec, CommStreams, GroupCollectives, merge_shards
-from fsdp.collectives.extensions import ExtensionAllGather, chunk_layout, local_chunk
+from fsdp.collectives.extensions import ExtensionAllGather, chunk_layout, chunk_spec, local_chunk
 from fsdp.collectives.grad_dtype import set_unsharded_grad_dtypes
 from fsdp.collectives.group_layout import balance_owners, dtypes_of, plan_buffer, tensor_specs
 from fsdp.collectives.narrow import NarrowReductions, ranks_of, send_dtypes
@@ -579,7 +578,7 @@ class ExtensionParamGroup(FSDPParamGroup):
         self, params: Sequence[FSDPParam], mesh: DeviceMesh, options: GroupOptions
     ) -> None:
         super().__init__(params, mesh, options)
-        shapes = [tuple(p.orig_param.shape) for p in self.params]
+        shapes = [p.local_shape for p in self.params]
         axis = mesh.ndim - 1
         rank, ranks = mesh.get_local_rank(axis), mesh.size(axis)
         layout = chunk_layout([p.name for p in self.params], shapes, ranks)
@@ -597,13 +596,26 @@ class ExtensionParamGroup(FSDPParamGroup):
         self.reduce_scatter = self._new_reduce_scatter(
             self._buffers,
             [_shard_view(layout, tensor, rank) for tensor in own],
-            partial(_split_gradients, shapes, ranks),
+            self._split_gradients,
         )
 
     @property
     def on_meta(self) -> bool:
         """Implements `FSDPParamGroup`."""
         return any(local_chunk(param).device.type == "meta" for param in self.params)
+
+    def _split_gradients(
+        self, grads: Mapping[int, torch.Tensor]
+    ) -> Mapping[int | str, torch.Tensor]:
+        """Returns the chunks of unsharded gradients, by number of the tensor in the layout."""
+        params, ranks = self.params, len(self._buffers.layout.specs) // len(self.params)
+        chunks: dict[int | str, torch.Tensor] = {}
+        for i, grad in _local_gradients(params, self.options.mp_policy.reduce_dtype, grads).items():
+            assert isinstance(i, int)
+            sizes = [chunk_rows(params[i].gathered_shape[0], ranks, r) for r in range(ranks)]
+            for rank, rows in enumerate(grad.split(sizes)):
+                chunks[rank * len(params) + i] = rows
+        return chunks
 
     def reset_sharded_params(self) -> None:
         """Implements `FSDPParamGroup`; the tensors that modules have now are not copied.
@@ -638,7 +650,8 @@ class ExtensionParamGroup(FSDPParamGroup):
     @torch.no_grad()
     def _chunk(self, param: FSDPParam, rank: int, ranks: int) -> DTensor:
         """Returns this rank's chunk, made by those operators that FSDP2 needs of subclasses."""
-        original = param.orig_param
+        whole: Any = param.orig_param
+        original = whole if param.placement is None else whole._local_tensor
         chunks = list(torch.chunk(original, ranks, dim=0))
         rows = chunk_rows(original.shape[0], ranks, rank)
         padded = original.new_zeros(chunks[0].size())
@@ -646,9 +659,7 @@ class ExtensionParamGroup(FSDPParamGroup):
             padded.narrow(0, 0, rows).copy_(chunks[rank])
         if padded.device.type != "meta":
             padded = padded.to(self.options.shard_device)
-        stride = tuple(math.prod(original.shape[dim + 1 :]) for dim in range(original.ndim))
-        meta = TensorMeta(original.shape, stride, original.dtype)
-        spec = DTensorSpec(self.mesh, sharded_placements(self.mesh), tensor_meta=meta)
+        spec = chunk_spec(param, self.mesh)
         return DTensor(padded.narrow(0, 0, rows), spec, requires_grad=False)
 
 
@@ -657,18 +668,6 @@ def _shard_view(layout: Layout, tensor: int, rank: int) -> ShardView:
     assert shape is not None
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return ShardView(shape, stride, layout.starts[tensor] - rank * layout.shard_size)
-
-
-def _split_gradients(
-    shapes: Sequence[tuple[int, ...]], ranks: int, grads: Mapping[int, torch.Tensor]
-) -> Mapping[int | str, torch.Tensor]:
-    """Returns the chunks of unsharded gradients, by number of the tensor in `chunk_layout`."""
-    chunks: dict[int | str, torch.Tensor] = {}
-    for i, grad in grads.items():
-        sizes = [chunk_rows(shapes[i][0], ranks, rank) for rank in range(ranks)]
-        for rank, rows in enumerate(grad.split(sizes)):
-            chunks[rank * len(shapes) + i] = rows
-    return chunks
 
 
 # What a root does with the groups of all modules below it.

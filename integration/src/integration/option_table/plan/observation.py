@@ -25,7 +25,7 @@ from integration.option_table.plan.model import (
 )
 from integration.option_table.recording import local_tensor, sent_collectives
 from plan_api import parallelize, uninstall
-from plan_api.ops.low_precision import linear
+from plan_api.ops.low_precision.products import multiply
 from testkit import Collective, CommLog
 
 __all__ = ["PlanObservation", "observe"]
@@ -203,7 +203,7 @@ def _train(model: PlanModel, watch: _PlanHooks) -> dict[str, Any]:
         before, watch.values["router_calls"] = CountedMlp.calls, 0
         optimizer.zero_grad()
         x = _batch(step)
-        products = mock.patch.object(linear, "multiply", wraps=linear.multiply)
+        products = mock.patch("plan_api.ops.low_precision.linear.multiply", wraps=multiply)
         with CommLog() as log, products as multiplied:
             out = model(x)
         seen["quantized"] = multiplied.call_count

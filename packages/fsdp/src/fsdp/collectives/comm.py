@@ -270,7 +270,10 @@ class BufferSpec:
         return {
             i: param.placement.inner
             for i, param in enumerate(self.params)
-            if param.placement is not None and param.placement.inner is not None
+            # Buffers of extensions have chunks of local tensors.
+            if param.placement is not None
+            and param.placement.inner is not None
+            and not param.extension
         }
 
     def names(self) -> str:

@@ -6,6 +6,8 @@ of a chunk: any number, of any dtypes, of the same sizes on every rank. ``fsdp_p
 makes the unsharded parameter from the tensors of all ranks. A subclass whose unsharded parameter
 does not use their memory may say so by a third hook (`RELEASE_HOOK`), and they are freed at once.
 The signatures are those of torch/distributed/fsdp/_fully_shard/_fsdp_param.py, of 2.15.
+Where a parameter is a DTensor on other axes (TP), its local tensor has the hooks and is sharded so;
+the unsharded parameter is a DTensor of what ``fsdp_post_all_gather`` makes.
 """
 
 from __future__ import annotations
@@ -18,15 +20,19 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from dbuffer import DBuffer, Handle, ResizableMemory
 from fsdp.collectives.comm import BufferSpec, CommStreams
 from fsdp.mesh import sharded_placements
 from fsdp.param import RELEASE_HOOK, FSDPParam, chunk_rows
 from fsdp.quantized.operands import TensorFormat
+from ragged_shard.geometry.boxes import contiguous_strides
 from ragged_shard.planner import Layout, TensorSpec
 
-__all__ = ["ExtensionAllGather", "chunk_layout", "local_chunk"]
+__all__ = ["ExtensionAllGather", "chunk_layout", "chunk_spec", "local_chunk"]
 
 ALIGNMENT = 16  # bytes, of each gathered tensor in a rank's shard
 
@@ -56,6 +62,25 @@ def chunk_layout(
         tuple(specs), ranks, alignment, align_starts=True, order=tuple(range(len(specs))),
         starts=tuple(starts), shard_size=end, proved_lower_bound=0, exact=False,
     )  # fmt: skip
+
+
+def chunk_spec(param: FSDPParam, mesh: DeviceMesh) -> DTensorSpec:
+    """Returns the spec of a sharded parameter, as FSDP2 has it.
+
+    Args:
+        param: of which there is the original parameter.
+        mesh: of fully_shard, along whose last axis it is sharded.
+    """
+    shape, placements = param.orig_param.shape, sharded_placements(mesh)
+    meta = TensorMeta(shape, contiguous_strides(shape), param.orig_param.dtype)
+    inner = None if param.placement is None else param.placement.inner
+    if inner is not None:
+        mesh, others = inner.mesh, inner.placements
+        sizes = mesh.shape[-len(others) :]
+        parts = math.prod(n for n, one in zip(sizes, others, strict=True) if one.is_shard(0))
+        shard = Shard(0) if parts == 1 else _StridedShard(0, split_factor=parts)
+        placements = (*placements[:-1], shard, *others)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
 
 
 class ExtensionAllGather:
@@ -167,7 +192,7 @@ class ExtensionAllGather:
 
     def _pre_all_gather(self, param: FSDPParam) -> tuple[Sequence[torch.Tensor], Any]:
         """Calls a parameter's ``fsdp_pre_all_gather``."""
-        sharded_param, local = param.sharded_param, local_chunk(param)
+        local = local_chunk(param)
         if local.device != self._buffers.device:
             local = local.to(self._buffers.device, non_blocking=True)
         hook = local.fsdp_pre_all_gather
@@ -179,7 +204,8 @@ class ExtensionAllGather:
         if count == 1:
             inputs, metadata = hook(mesh)
         elif count == 5:
-            size, stride = sharded_param.size(), sharded_param.stride()
+            size = torch.Size(param.gathered_shape)
+            stride = contiguous_strides(size)
             module = param.locations[0].module
             inputs, metadata = hook(mesh, size, stride, module, self._mp_policy)
         else:
@@ -237,14 +263,14 @@ class ExtensionAllGather:
             local.fsdp_post_all_gather(gathered, metadata, self._dtype, out=param.unsharded_param)
             return
         unsharded, inner = local.fsdp_post_all_gather(gathered, metadata, self._dtype)
-        shape = param.sharded_param.shape
+        shape = torch.Size(param.gathered_shape)
         if unsharded.shape[1:] != shape[1:] or unsharded.shape[0] < shape[0]:
             raise RuntimeError(
                 f"fsdp: fsdp_post_all_gather of {param.name!r} gave a tensor of "
                 f"{tuple(unsharded.shape)}; expected {tuple(shape)}"
             )
         if unsharded.shape != shape:  # the last chunks are padded
-            unsharded = torch.as_strided(unsharded, shape, param.sharded_param.stride(), 0)
+            unsharded = torch.as_strided(unsharded, shape, contiguous_strides(shape), 0)
         self._inner_tensors[i] = list(inner)
         param.init_unsharded_param(unsharded)
 
@@ -261,7 +287,7 @@ def _check_padded(
     Raises:
         RuntimeError: naming the parameter; on the ranks that have such chunks only.
     """
-    shape = param.sharded_param.shape
+    shape = param.gathered_shape
     rows = chunk_rows(shape[0], ranks, 0)
     if local.shape[0] != rows and any(t.shape[:1] != (rows,) for t in inputs):
         raise RuntimeError(
