@@ -22,7 +22,7 @@ PARALLEL = [
     and variant.takes(model_shape("llama-tiny"))
     and variant.make().supports_checkpoints
 ]
-# In the fast tier are ours, and the one that all the others resume and are resumed by.
+# In the fast tier are those of the packages, and the one whose checkpoints they load.
 FAST = ("ddp", "fsdp", "plan-tp-sp")
 CASES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in PARALLEL]
 STEPS = 6

@@ -246,15 +246,14 @@ CREATING_IN_FAST_TESTS = ("Phimoe", "MiniMax")
 @pytest.mark.ranks
 @pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
 @pytest.mark.parametrize(
-    ("mode", "axis", "names"),
+    ("axis", "names"),
     [
-        ("eager", "tp", CREATING_IN_FAST_TESTS),
-        pytest.param("eager", "tp", (*CREATING,), marks=pytest.mark.slow),
-        pytest.param("eager", "dp", (*CREATING,), marks=pytest.mark.slow),
-        pytest.param("static", "tp", (*CREATING,), marks=pytest.mark.slow),
+        ("tp", CREATING_IN_FAST_TESTS),
+        pytest.param("tp", (*CREATING,), marks=pytest.mark.slow),
+        pytest.param("dp", (*CREATING,), marks=pytest.mark.slow),
     ],
 )
-def test_models_that_create_tensors_have_the_gradients_of_one_device(mode, axis, names):
+def test_models_that_create_tensors_have_the_gradients_of_one_device(axis, names):
     """Recurrent layers, frequencies made in each call, and scales by positions."""
 
     def make(name):
@@ -265,11 +264,7 @@ def test_models_that_create_tensors_have_the_gradients_of_one_device(mode, axis,
         trained = []
         for name in names:
             model = make(name)
-            plan = plan_along(model, mesh)
-            if mode == "static":
-                ids = torch.zeros(4, 8, dtype=torch.int64)
-                plan = generate_static(plan, make(name), {"input_ids": ids, "labels": ids})
-            parallelize(model, plan, mode=mode)
+            parallelize(model, plan_along(model, mesh))
             trained.append(train_by_sgd(model))
         return trained
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 __all__ = [
-    "VOCABULARY", "TwoLinears", "aria", "causal_lm", "deepseek_v2", "deepseek_v3", "gemma3", "gpt2", "gpt_oss",
-    "granite_swa", "llama", "llama4", "mixtral", "nowhere_zero", "qwen3", "qwen3_moe",
-    "reinitialize", "vit",
+    "VOCABULARY", "TwoLinears", "aria", "causal_lm", "deepseek_v2", "deepseek_v3", "gemma3",
+    "gpt2", "gpt_oss", "granite_swa", "llama", "llama4", "mixtral", "nowhere_zero", "qwen3",
+    "qwen3_moe", "reinitialize", "vit",
 ]  # fmt: skip
 
 VOCABULARY = 64
@@ -200,7 +200,8 @@ def causal_lm(name: str, **changes: Any) -> nn.Module:
     import transformers
 
     cls = getattr(transformers, f"{name}ForCausalLM")
-    return _seeded(cls, cls.config_class(**_DECODER | changes))
+    options = _DECODER | {"pad_token_id": 0} | changes
+    return _seeded(cls, cls.config_class(**options))
 
 
 def granite_swa(**changes: Any) -> nn.Module:

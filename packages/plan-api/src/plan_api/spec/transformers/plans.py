@@ -14,7 +14,7 @@ import inspect
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
 
@@ -125,6 +125,9 @@ def add_transformers_plans(plan: PlanEntries, model: nn.Module, axes: Transforme
     tp, data = axes.tp, axes.data
     recurrent = recurrent_layers(modules)
     place_created_tensors(plan, modules, recurrent, data, tp)
+    for rule, style in (getattr(model, "_tp_plan", None) or {}).items():
+        if style == _LATENTS and _matching(rule, modules):
+            _place_keys(plan, _pattern(rule).rpartition(r"\.")[0], axes)
     experts = _experts(model, modules)
     mixtures = [
         name.rpartition(".")[0]
@@ -216,8 +219,6 @@ def _add_tp_plan(
         unit = units.pop() if len(units) == 1 else None
         if style.startswith("embedding"):
             _reduce_before_children(plan, pattern, matched.values(), tp)
-        if style == _LATENTS:
-            _place_keys(plan, pattern.rpartition(r"\.")[0], axes)
         within = all(is_inside_any(name, regions.mixtures) for name in matched)
         for tensor, placement in _STYLES[style]().items():
             if tensor.startswith("<"):
@@ -262,7 +263,8 @@ def _place_keys(plan: PlanEntries, attention: str, axes: TransformersAxes) -> No
     """Places the keys, which attention to latents writes into a tensor that it creates."""
     along = [*axes.data, *([] if axes.tp is None else [axes.tp])]
     heads = [Shard(0)] * len(axes.data) + [Shard(1)] * (len(along) - len(axes.data))
-    plan.factory(attention, heads, along, sizes="local")
+    if along:
+        plan.factory(attention, heads, along, sizes="local")
 
 
 def _unsharded(model: nn.Module, paths: Iterable[str], rules: Mapping[str, str]) -> list[str]:

@@ -106,11 +106,16 @@ def place_created_tensors(
         where = f"{path}.<in:{argument}>" if path else f"<in:{argument}>"
         plan.shard(where, copies if path else samples, along)
     creating = [path for path, module in modules.items() if type(module).__name__ in _CREATING]
-    for path in _patterns(creating):
+    for path in _patterns(creating) if along else ():
         plan.factory(path, copies, along)
-    for path in _patterns(recurrent):
-        if "attention_mask" in inspect.signature(modules[recurrent[0]].forward).parameters:
-            plan.shard(f"{path}.<in:attention_mask>", samples, along)
+    masked = [
+        path
+        for path in recurrent
+        if "attention_mask" in inspect.signature(modules[path].forward).parameters
+    ]
+    for path in _patterns(masked) if along else ():
+        plan.shard(f"{path}.<in:attention_mask>", samples, along)
+    for path in _patterns(recurrent) if along else ():
         if data:
             plan.annotate(rf"{path}\..*\.grad", [Partial()] * len(data), data)
         plan.local(path, samples, along)

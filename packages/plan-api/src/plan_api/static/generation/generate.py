@@ -95,18 +95,7 @@ def generate_static(
             f"generate_static: communication={communication!r} must be 'planned' or 'as written'"
         )
     step = ExampleStep.checked("generate_static", plan, model, example_inputs, fake, use)
-    lowered = lower(plan, model)
-    problems = [str(problem) for problem in unsupported_options(lowered, plan.mesh)]
-    if fake:
-        problems += (
-            f"{site}: expected fake=False with context parallelism, whose ranks send keys and "
-            f"values, which are real in any step; leave fake out, on a smaller model if this one "
-            f"takes too much memory"
-            for site in context_parallel_sites(lowered)
-        )
-    if problems:
-        lines = "\n".join(problems)
-        raise ValueError(f"generate_static: static mode does not support this plan:\n{lines}")
+    _check_options(plan, model, fake=fake)
     plan, policies = split_policies(plan)
     if communication == "planned":
         plan = planned_communication(plan, step)
@@ -143,6 +132,22 @@ def generate_static(
                 pattern, reason, suggest(pattern),
             )  # fmt: skip
         return generated | policies
+
+
+def _check_options(plan: Plan, model: nn.Module, *, fake: bool) -> None:
+    """Raises if static mode does not support the options of a plan, or not on FakeTensors."""
+    lowered = lower(plan, model)
+    problems = [str(problem) for problem in unsupported_options(lowered, plan.mesh)]
+    if fake:
+        problems += (
+            f"{site}: expected fake=False with context parallelism, whose ranks send keys and "
+            f"values, which are real in any step; leave fake out, on a smaller model if this one "
+            f"takes too much memory"
+            for site in context_parallel_sites(lowered)
+        )
+    if problems:
+        lines = "\n".join(problems)
+        raise ValueError(f"generate_static: static mode does not support this plan:\n{lines}")
 
 
 def _with_fallbacks(plan: Plan, patterns: Iterable[str]) -> Plan:
