@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -67,13 +68,12 @@ def test_a_picture_has_a_curve_of_each_system_and_case(tmp_path, monkeypatch):
 
 # Its losses differ by half between the systems; it appends to a file when it is imported.
 EXAMPLE = """
-import sys
+import os
 
 import torch.distributed as dist
 
-with open(sys.argv.pop(1), "a") as file:
+with open(os.environ["IMPORTS"], "a") as file:
     file.write("imported ")
-sys.path.append(sys.argv.pop(1))
 from side_by_side import main
 
 systems = []
@@ -102,9 +102,12 @@ if __name__ == "__main__":
 )
 def test_ranks_share_no_state_and_losses_that_differ_are_an_error(tmp_path, size, imports):
     (tmp_path / "train.py").write_text(EXAMPLE)
-    paths = [tmp_path / "train.py", tmp_path / "imports", ROOT / "examples"]
-    command = [sys.executable, *map(str, paths), *size, "--json", str(tmp_path / "found")]
-    done = subprocess.run(command, timeout=300, stderr=subprocess.PIPE, text=True)
+    search = os.pathsep.join([str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")])
+    own = {"IMPORTS": str(tmp_path / "imports"), "PYTHONPATH": search}
+    command = [sys.executable, str(tmp_path / "train.py"), *size, "--json", str(tmp_path / "found")]
+    done = subprocess.run(
+        command, timeout=300, stderr=subprocess.PIPE, text=True, env=os.environ | own
+    )
     assert done.returncode == 1
     assert "expected 2 losses within 1e-05 of native FSDP2's, got 5.0e-01" in done.stderr
     (found,) = json.loads((tmp_path / "found").read_text())
