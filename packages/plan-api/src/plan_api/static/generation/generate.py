@@ -96,17 +96,7 @@ def generate_static(
         )
     step = ExampleStep.checked("generate_static", plan, model, example_inputs, fake, use)
     lowered = lower(plan, model)
-    problems = [str(problem) for problem in unsupported_options(lowered, plan.mesh)]
-    if fake:
-        problems += (
-            f"{site}: expected fake=False with context parallelism, whose ranks send keys and "
-            f"values, which are real in any step; leave fake out, on a smaller model if this one "
-            f"takes too much memory"
-            for site in context_parallel_sites(lowered)
-        )
-    if problems:
-        lines = "\n".join(problems)
-        raise ValueError(f"generate_static: static mode does not support this plan:\n{lines}")
+    _check_supported(lowered, plan, fake=fake)
     plan, policies = split_policies(plan)
     if communication == "planned":
         plan = planned_communication(plan, step)
@@ -143,6 +133,21 @@ def generate_static(
                 pattern, reason, suggest(pattern),
             )  # fmt: skip
         return generated | policies
+
+
+def _check_supported(lowered: Lowered, plan: Plan, *, fake: bool) -> None:
+    """Refuses a plan that static mode, or a step on FakeTensors, does not support."""
+    problems = [str(problem) for problem in unsupported_options(lowered, plan.mesh)]
+    if fake:
+        problems += (
+            f"{site}: expected fake=False with context parallelism, whose ranks send keys and "
+            f"values, which are real in any step; leave fake out, on a smaller model if this one "
+            f"takes too much memory"
+            for site in context_parallel_sites(lowered)
+        )
+    if problems:
+        lines = "\n".join(problems)
+        raise ValueError(f"generate_static: static mode does not support this plan:\n{lines}")
 
 
 def _with_fallbacks(plan: Plan, patterns: Iterable[str]) -> Plan:
