@@ -95,7 +95,8 @@ def generate_static(
             f"generate_static: communication={communication!r} must be 'planned' or 'as written'"
         )
     step = ExampleStep.checked("generate_static", plan, model, example_inputs, fake, use)
-    _check_options(plan, model, fake=fake)
+    lowered = lower(plan, model)
+    _check_supported(lowered, plan, fake=fake)
     plan, policies = split_policies(plan)
     if communication == "planned":
         plan = planned_communication(plan, step)
@@ -134,9 +135,8 @@ def generate_static(
         return generated | policies
 
 
-def _check_options(plan: Plan, model: nn.Module, *, fake: bool) -> None:
-    """Raises if static mode does not support the options of a plan, or not on FakeTensors."""
-    lowered = lower(plan, model)
+def _check_supported(lowered: Lowered, plan: Plan, *, fake: bool) -> None:
+    """Refuses a plan that static mode, or a step on FakeTensors, does not support."""
     problems = [str(problem) for problem in unsupported_options(lowered, plan.mesh)]
     if fake:
         problems += (
