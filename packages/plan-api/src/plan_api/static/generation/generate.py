@@ -95,8 +95,7 @@ def generate_static(
             f"generate_static: communication={communication!r} must be 'planned' or 'as written'"
         )
     step = ExampleStep.checked("generate_static", plan, model, example_inputs, fake, use)
-    lowered = lower(plan, model)
-    _check_supported(lowered, plan, fake=fake)
+    _check_supported(lower(plan, model), plan, fake=fake)
     plan, policies = split_policies(plan)
     if communication == "planned":
         plan = planned_communication(plan, step)
