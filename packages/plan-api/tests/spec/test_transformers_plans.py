@@ -393,9 +393,12 @@ def test_experts_that_return_their_input_are_refused(mesh):
         Plan.from_tp_plan(model, mesh)
 
 
-def test_layers_of_which_dtensors_have_no_backward_are_refused(mesh):
-    with pytest.raises(ValueError, match=r"got DogeAttention \(model\.layers\.0\.self_attn\)"):
-        Plan.from_tp_plan(models.causal_lm("Doge"), mesh)
+@pytest.mark.parametrize("module", ["DogeAttention", "InklingTopkRouter"])
+def test_layers_of_which_dtensors_have_no_backward_are_refused(mesh, module):
+    model = models.llama()
+    model.model.layers[1].mlp = type(module, (nn.Identity,), {})()
+    with pytest.raises(ValueError, match=rf"got {module} \(model\.layers\.1\.mlp\)"):
+        Plan.from_tp_plan(model, mesh)
 
 
 def test_recurrent_layers_are_replicated(mesh):

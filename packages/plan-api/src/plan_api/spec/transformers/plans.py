@@ -217,8 +217,6 @@ def _add_tp_plan(
             continue  # the rule is for a part that this model does not have
         units = {_unit_of_heads(name, modules) for name in matched}
         unit = units.pop() if len(units) == 1 else None
-        if style.startswith("embedding"):
-            _reduce_before_children(plan, pattern, matched.values(), tp)
         within = all(is_inside_any(name, regions.mixtures) for name in matched)
         for tensor, placement in _STYLES[style]().items():
             if tensor.startswith("<"):
@@ -227,14 +225,6 @@ def _add_tp_plan(
             elif any(getattr(module, tensor, None) is not None for module in matched.values()):
                 of_heads = unit if type(placement) is Shard else None
                 plan.shard(rf"{pattern}\.{tensor}", placement, tp, unit=of_heads)
-
-
-def _reduce_before_children(
-    plan: PlanEntries, pattern: str, embeddings: Iterable[nn.Module], tp: str
-) -> None:
-    """Sums the rows that an embedding finds before its own modules, such as Inkling's norm."""
-    for child in {name for module in embeddings for name, _ in module.named_children()}:
-        plan.shard(rf"{pattern}\.{re.escape(child)}.<in>", Replicate(), tp)
 
 
 def _add_param_rule(

@@ -36,7 +36,6 @@ _STATEFUL = ("LightningAttention",)
 # Classes whose own code makes tensors from positions or sizes, which are the same on all ranks.
 _CREATING = (
     "Llama4TextAttention",  # scales by positions, in layers without rotary embeddings
-    "InklingAttention",  # the causal mask, beside relative positions
     "PhimoeRotaryEmbedding",  # frequencies, in each call
     "DeepseekV4Indexer",  # which compressed tokens come before a query
     "DeepseekV4CSACompressor",
@@ -45,6 +44,7 @@ _CREATING = (
 _UNSUPPORTED = {
     "DogeAttention": "torch's backward of DTensors cannot view the transposed gradient of its "
     "dynamic mask ('view size is not compatible with input tensor's size and stride')",
+    "InklingTopkRouter": "DTensor has no sharding strategy for the backward of log_sigmoid",
 }
 
 
