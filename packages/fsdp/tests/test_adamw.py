@@ -223,7 +223,7 @@ def test_state_dicts_are_torchs_and_load_both_ways():
 
 @pytest.mark.ranks
 @with_dcp
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("flat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_checkpoints_load_at_another_granularity_and_in_torchs(tmp_path, flat):
     def check():
         model = shard(fsdp, stack())

@@ -62,7 +62,11 @@ STEPS = [20, pytest.param(1000, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize(
+    "reentrant",
+    [pytest.param(True, marks=pytest.mark.slow), False],
+    ids=["reentrant", "not reentrant"],
+)
 def test_recomputed_steps_of_changing_lengths(reentrant, steps):
     def check():
         model = Checkpointed(reentrant)

@@ -21,7 +21,7 @@ from testkit.models.matrix_net import (
 @pytest.mark.parametrize(
     ("saved", "saved_as", "loaded", "loaded_as", "flat"),
     [
-        (2, Block(1), 4, Whole(), True),
+        pytest.param(2, Block(1), 4, Whole(), True, marks=pytest.mark.slow),
         (2, Rows(3), 1, Block(1), False),
         pytest.param(4, Rows(3), 1, Block(1), False, marks=pytest.mark.slow),
     ],

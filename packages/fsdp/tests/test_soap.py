@@ -50,7 +50,8 @@ def single_device():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "granularity", ["elements", "whole", pytest.param("rows", marks=pytest.mark.slow)]
+    "granularity",
+    ["elements", *(pytest.param(one, marks=pytest.mark.slow) for one in ("whole", "rows"))],
 )
 @pytest.mark.parametrize(
     "ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]

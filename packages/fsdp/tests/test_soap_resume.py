@@ -25,7 +25,8 @@ OPTIONS = {"block_size": 8, "precondition_frequency": 3}
     [
         pytest.param(4, Block(1), 1, Rows(3), 0, False, marks=pytest.mark.slow),
         pytest.param(4, Rows(3), 2, Whole(), 2, False, marks=pytest.mark.slow),
-        (2, Whole(), 4, Block(1), 0, True),
+        pytest.param(2, Whole(), 4, Block(1), 0, True, marks=pytest.mark.slow),
+        (2, Whole(), 1, Block(1), 0, True),
     ],
 )
 def test_training_resumes_at_another_number_of_ranks(

@@ -148,9 +148,14 @@ def test_matrices_that_tp_and_ep_shard_have_the_bits_and_state_of_one_device(gra
             assert total == case.copies * of_one, name
 
 
+WITH_DATA_PARALLELISM = (("dp", "tp"), ("replicate", "shard", "tp"))
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "names", [("tp",), ("dp", "tp"), ("replicate", "shard", "tp")], ids="-".join
+    "names",
+    [("tp",), *(pytest.param(one, marks=pytest.mark.slow) for one in WITH_DATA_PARALLELISM)],
+    ids="-".join,
 )
 def test_tp_without_fsdp_beside_data_parallelism_and_in_hsdp(names):
     """Rows on a mesh of tp alone are exchanged over tp, whose ranks are then the owners."""
@@ -241,6 +246,7 @@ def steps(model, optimizer, numbers):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_checkpoints_load_at_other_products(tmp_path):
     """Of FSDP x TP by TP, by FSDP and by one device, and one device's by FSDP x TP."""
     options = {"block_size": 3, "precondition_frequency": 3}

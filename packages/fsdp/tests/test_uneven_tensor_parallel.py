@@ -289,7 +289,9 @@ def _resume(model, path, steps, data=None):
 @pytest.mark.parametrize(
     "meshes",
     [
-        pytest.param([((2, 1), ("tp", "dp")), ((1,), ())], id="fast"),
+        pytest.param(
+            [((2, 1), ("tp", "dp")), ((1,), ())], id="tp to one rank", marks=pytest.mark.slow
+        ),
         pytest.param(
             [((2,), ("dp",)), ((2,), ("data",)), ((4, 1), ("tp", "dp"))],
             id="more",

@@ -54,7 +54,7 @@ def run_attention(mesh, method, name, causal, kv_heads, dtype=torch.float64):
     return actual, [one.detach() for one in single]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_values_and_gradients_equal_one_device(ranks):
     """In float64 to 1e-12."""
 

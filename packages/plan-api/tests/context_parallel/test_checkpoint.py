@@ -89,10 +89,7 @@ def trained(model, optimizer, *, length, block=nullcontext, **arguments):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (len(chain.axes) > 1))
-        for name, chain in CHAINS.items()
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "tp")) for name in CHAINS],
 )
 def test_each_plan_continues_the_checkpoint_of_the_one_before(name, tmp_path):
     chain = CHAINS[name]

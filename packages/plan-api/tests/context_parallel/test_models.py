@@ -137,6 +137,7 @@ def compare(cases, ranks):
             assert never == [], (name, mode)
 
 
+@pytest.mark.slow
 def test_models_train_as_on_one_device():
     """In both modes, of which static mode compares its first step with Eager."""
     compare(CASES, 2)

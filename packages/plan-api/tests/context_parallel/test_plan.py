@@ -144,7 +144,7 @@ def test_tokens_are_sharded_along_cp_before_tp():
 
 def test_static_mode_takes_sequences_that_enter_the_model_and_positions(cp):
     batch = {"input_ids": TOKENS, "labels": TOKENS}
-    with pytest.raises(ValueError, match=r"<attention>:0: expected a plan without context paral"):
+    with pytest.raises(ValueError, match=r"<attention>:0: expected fake=False with context paral"):
         generate_static(zoo.llama(cp, cp="cp"), llama(), batch, fake=True)
     for plan, site in (
         (zoo.llama(cp, cp="cp").sequence("<out:logits>", "cp"), r"forward:<out>:logits"),

@@ -35,7 +35,7 @@ PLACEMENTS = [[S0, S1], [S0, R], [S0, S0], [R, R]]
     ("rules", "all_placements"),
     [
         pytest.param(True, PLACEMENTS, id="dtensor-rules"),
-        pytest.param(False, PLACEMENTS[:1], id="torch's dispatch"),
+        pytest.param(False, PLACEMENTS[:1], id="torch's dispatch", marks=pytest.mark.slow),
         pytest.param(False, PLACEMENTS[1:], id="torch's dispatch, more", marks=pytest.mark.slow),
     ],
 )

@@ -33,7 +33,7 @@ SHAPES = [(8,), (8, 4)]  # of the targets
     ("rules", "shapes"),
     [
         pytest.param(True, SHAPES, id="dtensor-rules"),
-        pytest.param(False, SHAPES[1:], id="torch's dispatch"),
+        pytest.param(False, SHAPES[1:], id="torch's dispatch", marks=pytest.mark.slow),
         pytest.param(False, SHAPES[:1], id="torch's dispatch, one dim", marks=pytest.mark.slow),
     ],
 )

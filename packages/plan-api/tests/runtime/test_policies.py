@@ -235,7 +235,7 @@ def test_a_compiled_layer_is_recomputed_but_for_the_attention_of_dtensors(mesh, 
     ("backend", "within"),
     [("aot_eager", 0.0), pytest.param("inductor", 1e-5, marks=pytest.mark.slow)],
 )
-@cases(("TP + SP", "static"), of=("TP + SP", "fully_shard", "DDP", "fully_shard x TP + SP"))
+@cases(of=("TP + SP", "fully_shard", "DDP", "fully_shard x TP + SP"))
 def test_compiled_layers_are_one_graph_without_breaks(case, mode, backend, within):
     """More layers than Dynamo compiles one function for, alone and recomputed."""
     changes = {"num_hidden_layers": 9, "attention_dropout": 0.0, "attn_implementation": "sdpa"}

@@ -88,7 +88,7 @@ FAST = ("fsdp, tied", "ep x fsdp")
 
 @pytest.mark.ranks
 @pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
-@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("static", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in PRODUCTS],

@@ -180,24 +180,12 @@ def test_a_dtype_in_which_nothing_is_sent_is_refused():
             parallelize(llama(), plan)
 
 
-REPLICAS = ("accumulation, HSDP", "deferred, HSDP on two axes")
-MORE_REPLICAS = (
-    "HSDP", "HSDP on two axes", "accumulation", "accumulation, not resharded", "deferred",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("names", "layers"),
-    [
-        pytest.param(REPLICAS, 1, id="fast"),
-        pytest.param((*REPLICAS, *MORE_REPLICAS), 2, id="all", marks=pytest.mark.slow),
-    ],
-)
-def test_replicas_microbatches_and_deferred_parameters_train_bit_for_bit_as_in_eager(names, layers):
+@pytest.mark.slow
+def test_replicas_microbatches_and_deferred_parameters_train_bit_for_bit_as_in_eager():
     """HSDP by ``replicate=`` and by two axes; accumulation, also of an unsharded model."""
 
     def check():
-        make = partial(llama, num_hidden_layers=layers)
+        make = partial(llama, num_hidden_layers=2)
         mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
         two_axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "dp"))
         hsdp = zoo.llama(two_axes, tp=None, dp=("replica", "dp"))
@@ -214,10 +202,13 @@ def test_replicas_microbatches_and_deferred_parameters_train_bit_for_bit_as_in_e
             "deferred": (deferred, _llama(mesh), {"guard_steps": None}),
             "deferred, HSDP on two axes": (deferred, hsdp, {"guard_steps": None}),
         }
-        found = {name: _both_modes(*cases[name][:2], **cases[name][2]) for name in names}
+        found = {
+            name: _both_modes(make, plan, **options)
+            for name, (make, plan, options) in cases.items()
+        }
         not_deferred = {
-            name: _train(parallelize(make(), cases[name][1])).losses
-            for name in names
+            name: _train(parallelize(make(), plan)).losses
+            for name, (_, plan, _) in cases.items()
             if "deferred" in name
         }
         return found, not_deferred

@@ -401,7 +401,7 @@ def of_dispatched(mesh, **options):
 @pytest.mark.parametrize(
     ("ranks", "chunks", "steps", "experts"),
     [
-        (2, 1, 3, "grouped_mm"),
+        pytest.param(2, 1, 3, "grouped_mm", marks=SLOW),
         pytest.param(2, 1, STEPS, "batched_mm", marks=SLOW),
         pytest.param(4, 3, STEPS, "grouped_mm", marks=SLOW),
     ],

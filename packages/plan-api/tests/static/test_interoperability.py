@@ -98,7 +98,7 @@ def _mesh(shape=(1, 2)):
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
 
 
-@each("fully_shard", "ZeRO-3")
+@each("fully_shard")
 def test_checkpoints_of_one_mode_load_in_the_other(tmp_path, shape, data_parallel):
     """Model and optimizer; training continues to the same bits, whichever mode saved and loaded."""
 

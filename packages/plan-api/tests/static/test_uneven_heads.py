@@ -123,7 +123,7 @@ CASES = {
     "fused attention with dropout": (partial(llama, attn_implementation="sdpa"), zoo.llama),
     "vit": (partial(vit, torch.float64), zoo.vit),
 }
-FAST = ("llama", "gpt2 in float64")
+FAST = ("llama",)
 
 
 @pytest.mark.ranks

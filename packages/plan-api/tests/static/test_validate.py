@@ -82,9 +82,9 @@ def test_phases_of_a_fully_sharded_parameter_are_refused():
 
 def test_generate_static_refuses_unsupported_options_before_it_runs(mesh):
     model, plan = TwoLinears(), Plan(mesh).sequence("up.<in>", "tp", order="contiguous")
-    message = r"up.forward_pre:<in>:0: expected a plan without context parallel.*use mode='eager'"
+    message = r"up.forward_pre:<in>:0: expected fake=False with context parallel.*leave fake out"
     with CommLog() as log, pytest.raises(ValueError, match=message):
-        generate_static(plan, model, (torch.ones(2, 4),))
+        generate_static(plan, model, (torch.ones(2, 4),), fake=True)
     assert log.calls == ()
 
 

@@ -61,7 +61,7 @@ def _check(found, batch):
 @pytest.mark.ranks
 @needs_flattening
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("static", marks=pytest.mark.slow)])
 def test_loss_and_gradients_are_those_of_one_device(mode, ranks, cases):
 
     def check(batch):

@@ -74,7 +74,7 @@ def test_a_model_of_one_device_has_the_loss_of_its_logits(family):
 @needs_flattening
 @pytest.mark.parametrize("family", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("static", marks=pytest.mark.slow)])
 def test_loss_and_gradients_are_those_of_one_device(mode, ranks, cases, family):
     make, plan_of, options = FAMILIES[family]
 
