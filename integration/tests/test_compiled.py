@@ -43,9 +43,7 @@ PLANS = {
 @pytest.mark.parametrize(
     ("name", "static"),
     [
-        pytest.param(
-            name, static, marks=() if (name, static) == ("TP x SP", False) else pytest.mark.slow
-        )
+        pytest.param(name, static, marks=pytest.mark.slow)
         for name in PLANS
         for static in (False, True)
     ],

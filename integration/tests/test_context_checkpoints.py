@@ -102,7 +102,7 @@ def test_a_chain_with_experts_has_the_losses_of_one_device(name, one_device, tra
 @pytest.mark.parametrize(
     ("ranks", "products"),
     [
-        (2, [{"cp": 2}, {"cp": 2, "static": True}]),
+        pytest.param(2, [{"cp": 2}, {"cp": 2, "static": True}], marks=pytest.mark.slow),
         pytest.param(
             4,
             [

@@ -58,7 +58,7 @@ PRODUCTS = {
         for name in SCHEDULES
     },
 }  # fmt: skip
-FAST = ("fsdp", "plan, FSDP", "plan, TP", "plan, PP", "DiT, FSDP")
+FAST = ("fsdp", "plan, FSDP", "plan, TP", "plan, PP")
 ON_FOUR_RANKS = {
     "PP x FSDP": {"system": "fsdp", "pp_degree": 2},
     "PP x FSDP2": {"system": "fsdp2", "pp_degree": 2},

@@ -106,6 +106,7 @@ def test_shares_of_experts_are_those_of_one_device(tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_dropped_tokens_are_those_of_one_device(tmp_path):
     shared = {"model": "mixtral-tiny", "capacity_factor": 0.5}
     plan = shared | {"system": "plan"}

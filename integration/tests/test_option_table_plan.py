@@ -30,6 +30,7 @@ def runs(option_runs):
     return option_runs(_observe, run_options, is_right)
 
 
+@pytest.mark.slow
 def test_every_accepted_pair_of_a_plan_occurs_in_a_run():
     assert uncovered(table().pairs, table().runs) == []
     assert {choice for run in table().runs for choice in run} == set(CHOICES)

@@ -183,6 +183,7 @@ ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_the_loss_of_a_mixtrals_routers_is_that_of_one_device(train_runs, tmp_path):
     model = str(written(MixtralConfig(**SIZES, num_local_experts=4, **ROUTER_LOSS), tmp_path))
     without = str(written(MixtralConfig(**SIZES, num_local_experts=4), tmp_path / "without"))

@@ -201,7 +201,8 @@ def check(ranks, model, products, steps, train_runs, folder, out, **common):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "model", ["llama-tiny", "mixtral-tiny", pytest.param("qwen3-tiny", marks=pytest.mark.slow)]
+    "model",
+    [name if name == "llama-tiny" else pytest.param(name, marks=pytest.mark.slow) for name in FAST],
 )
 def test_losses_are_those_of_one_device(model, train_runs, folder, tmp_path):
     check(2, model, FAST[model], 4, train_runs, folder, tmp_path)

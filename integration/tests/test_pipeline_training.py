@@ -111,6 +111,7 @@ def train_within(run_all, single, out, names, **options):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_two_stages_of_two_ranks_train_as_one_device(single, run_all, tmp_path):
     train_within(run_all, single, tmp_path, FAST, pp_microbatches=2, micro_batch=2)
 
@@ -235,9 +236,8 @@ RANDOM = {"dropout": 0.1, "random": "dist-rng"}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_a_pipeline_draws_the_numbers_of_one_device(schedule, single, run_all, tmp_path):
     """Bit for bit: on one device the same operators run on the same numbers."""
     options = RANDOM | {"pp_degree": 2, "pp_schedule": schedule, "pp_microbatches": 4}

@@ -83,7 +83,7 @@ def _beside_tp(mesh):
     ("axes", "shape", "make", "of_experts", "experts"),
     [
         (("dp",), (2,), _all_are_experts_ranks, [Shard], 4),
-        (("rest", "ep"), (2, 2), _some_are_experts_ranks, [StridedRaggedShard, Shard], 4),
+        _further(("rest", "ep"), (2, 2), _some_are_experts_ranks, [StridedRaggedShard, Shard], 4),
         _further(("rest", "ep"), (2, 2), _some_are_experts_ranks, [StridedRaggedShard, Shard], 3),
         _further(("rest", "ep"), (2, 2), _replicated, [Replicate, Shard], 4),
         _further(("dp", "tp"), (2, 2), _beside_tp, [Shard, Shard], 4),
@@ -266,7 +266,7 @@ def _flat_plan(mesh):
 
 @pytest.mark.parametrize(
     ("axes", "shape", "plan"),
-    [(("dp", "tp"), (4, 1), _plan), _further(("dp", "cp"), (2, 2), _flat_plan)],
+    [_further(("dp", "tp"), (4, 1), _plan), _further(("dp", "cp"), (2, 2), _flat_plan)],
     ids=["one axis", "flattened axes"],
 )
 def test_a_deferred_model_is_never_whole_on_a_rank(axes, shape, plan):

@@ -62,6 +62,7 @@ def difference(losses, expected):
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True))
 
 
+@pytest.mark.slow  # below, the fast tier has each policy in effect
 @pytest.mark.parametrize("product", EVERY)
 def test_losses_are_those_of_one_device_with_each_policy(product, one_device, train_runs, tmp_path):
     policies = [each for each in policies_in_tests(product) if each is not CHECKPOINTS]

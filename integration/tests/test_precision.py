@@ -172,6 +172,7 @@ def _traffic(options, out):
     return found, {*(p.dtype for p in params), *(p.grad.dtype for p in params), *moments}
 
 
+@pytest.mark.slow
 def test_what_is_gathered_is_halved_and_what_is_reduced_is_not(tmp_path):
     def check(out):
         options = [
@@ -245,7 +246,7 @@ def _scaled_run(options, out, first):
     [
         pytest.param({"system": "ddp"}, marks=pytest.mark.slow),
         {"system": "fsdp"},
-        {"system": "plan", "tp": 2, "static": True},
+        pytest.param({"system": "plan", "tp": 2, "static": True}, marks=pytest.mark.slow),
         pytest.param({"pp_degree": 2}, marks=pytest.mark.slow),
     ],
     ids=lambda options: " ".join(map(str, options.values())),

@@ -111,6 +111,7 @@ def _exact_losses(product, out):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_losses_in_float64_are_equal_where_eigenvectors_are_determined(tmp_path):
     expected = run_ranks(_exact_losses, 1, {}, tmp_path)[0]
     assert expected[0] - expected[-1] > 0.1

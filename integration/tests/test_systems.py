@@ -124,7 +124,8 @@ def test_a_reduction_of_a_degree_keeps_the_losses(ranks, single, tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("optimizer", ["adam8bit", pytest.param("muon", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam8bit", "muon"])
 def test_optimizers_train_sharded_as_under_ddp_and_each_resumes_the_others_checkpoint(
     optimizer, tmp_path
 ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -161,12 +162,14 @@ def covering_runs(
 def proving_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
     """Returns a few of ``runs`` in which each of their choices occurs, though not each pair.
 
-    The search is greedy: the next run is that with the most choices that are in none before, for
-    its cost, and of several the one with the fewest others, which make it longer and prove nothing
-    new. A run that compiles costs as much as three others.
+    Runs that alone have a choice are first, as they are needed. Then the search is greedy: the next
+    run is that with the most choices that are in none before, for its cost, and of several the one
+    with the fewest others, which make it longer and prove nothing new. A run that compiles costs as
+    much as three others.
     """
-    missing = {choice for run in runs for choice in run}
-    chosen: list[Run] = []
+    times = Counter(choice for run in runs for choice in run)
+    chosen = [run for run in runs if any(times[choice] == 1 for choice in run)]
+    missing = set(times).difference(*chosen)
 
     def value(run: Run) -> tuple[float, int]:
         compiles = any("compile" in choice.options for choice in run)

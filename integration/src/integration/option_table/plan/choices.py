@@ -41,6 +41,11 @@ def _count(calls: tuple[Collective, ...], *kinds: str) -> int:
     return sum(call.op in kinds for call in calls)
 
 
+def _dispatches(calls: tuple[Collective, ...]) -> int:
+    """Counts all-to-alls of tokens; those of bytes are of gradients (``send_dtype=``)."""
+    return sum(call.op == "all_to_all" and call.dtype != "uint8" for call in calls)
+
+
 def _reductions(seen: PlanObservation) -> int:
     return _count(seen.backward, "all_reduce", "reduce_scatter")
 
@@ -228,9 +233,10 @@ PLAN: tuple[Choice, ...] = (
     ),
     rank_choice(
         'redistribute("mlp.<out>", Partial(), Shard(1))',
-        "the MLP returns half of the sequence, by a reduce-scatter",
+        "the MLP returns half of the sequence, by a reduce-scatter, or sends with `overlap`",
         lambda seen, options: (
-            seen.mlp_shape[1] == TOKENS // 2 and _count(seen.forward, "reduce_scatter") > 0
+            seen.mlp_shape[1] == TOKENS // 2
+            and _count(seen.forward, "send" if "overlap" in options else "reduce_scatter") > 0
         ),
         **_WEIGHTS, between="sequence",
     ),
@@ -282,7 +288,7 @@ PLAN: tuple[Choice, ...] = (
         "the router computes in forward and in backward, which has fewer all-to-alls",
         lambda seen, options: (
             seen.router_calls == 2
-            and _count(seen.forward, "all_to_all") > _count(seen.backward, "all_to_all") > 0
+            and _dispatches(seen.forward) > _dispatches(seen.backward) > 0
         ),
         **_BATCH, experts="dispatch", recompute_routed="keep-dispatch",
     ),
