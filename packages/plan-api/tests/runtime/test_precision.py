@@ -302,6 +302,33 @@ def test_tensor_parallel_scales_are_reduced_once_and_are_those_of_one_device():
             assert bytes_ == [Counter(one) for one in _OF_SCALES[recipe]]
 
 
+@pytest.mark.ranks
+@quiet
+def test_ranks_of_a_fused_projection_share_the_scale_of_its_weight():
+    """Its shard is no Shard of torch; the weight's largest element is on one rank."""
+    from ragged_shard import InterleavedShard
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        found = []
+        for parallel in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 12, bias=False))
+            with torch.no_grad():
+                model[0].weight[-1, -1] = 9.0
+            if parallel:
+                plan = Plan(mesh).shard("0.weight", InterleavedShard(0, 3), "tp")
+                plan.precision("0", Float8Tensorwise())
+                parallelize(model, plan, mode="static", guard_steps=0)
+            else:
+                use_low_precision(model, "0", Float8Tensorwise())
+            found.append(model(torch.arange(32.0).view(4, 8)).detach())
+        return found
+
+    for rank, (expected, sharded) in enumerate(run_ranks(check, 2)):
+        assert torch.equal(sharded, expected.view(4, 3, 2, 2)[:, :, rank].reshape(4, 6))
+
+
 def test_weights_are_quantized_once_and_not_if_other_modules_have_them():
     first, second, table = nn.Linear(8, 8), nn.Linear(8, 8), nn.Embedding(8, 8)
     second.weight = first.weight

@@ -75,7 +75,7 @@ def _local_shape(
     shape = list(weight.shape)
     for axis, placement in enumerate(placements):
         for dim in range(weight.ndim):
-            if placement.is_shard(dim):
+            if getattr(placement, "dim", None) == dim:
                 shape[dim] //= mesh.size(axis)
     return tuple(shape)
 

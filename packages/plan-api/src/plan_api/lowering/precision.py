@@ -145,8 +145,7 @@ def _check_features(
     for dim, what in enumerate(features, weight.ndim - 2):
         size, block, ranks = weight.shape[dim], recipe.feature_block, 1
         for axis, placement in enumerate(placements):
-            own_dim = getattr(placement, "dim", None)
-            if placement.is_shard(dim) or (not is_linear and own_dim == dim):
+            if getattr(placement, "dim", None) == dim:  # InterleavedShard is no torch Shard
                 assert mesh is not None
                 # Of a fused projection each part is sharded.
                 ranks *= mesh.size(axis) * getattr(placement, "interleaves", 1)

@@ -17,13 +17,14 @@ def feature_groups(mesh: DeviceMesh, weight: tuple[Placement, ...]) -> FeatureGr
 
     Args:
         mesh: of the weight.
-        weight: its placements while it is used.
+        weight: its placements while it is used: torch's shards, or ragged-shard's of fused
+            projections.
     """
     outputs, inputs = (
         tuple(
             mesh.get_group(axis)
             for axis, placement in enumerate(weight)
-            if placement.is_shard(dim) and mesh.size(axis) > 1
+            if getattr(placement, "dim", None) == dim and mesh.size(axis) > 1
         )
         for dim in (0, 1)
     )
