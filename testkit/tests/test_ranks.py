@@ -336,9 +336,12 @@ def test_modules_that_ranks_can_import_are_sent_by_reference():
 def test_an_idle_rank_that_was_killed_is_replaced():
     (pid,) = run_ranks(os.getpid, 1)
     run_ranks(dist.get_rank, 1)  # ready again: it has answered since
-    time.sleep(0.2)
+    pool = run._pool
+    while not (pool.usable() and pool.ranks[0].ready):
+        time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
-    time.sleep(0.2)
+    while pool.usable():  # until its end is known
+        time.sleep(0.01)
     assert run_ranks(dist.get_rank, 1) == [0]
 
 

@@ -311,22 +311,30 @@ def test_ranks_of_a_fused_projection_share_the_scale_of_its_weight():
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         found = []
-        for parallel in (False, True):
+        for mode in (None, "eager", "static"):
             torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(8, 12, bias=False))
+            model = nn.Sequential(nn.Linear(8, 12))
             with torch.no_grad():
                 model[0].weight[-1, -1] = 9.0
-            if parallel:
-                plan = Plan(mesh).shard("0.weight", InterleavedShard(0, 3), "tp")
-                plan.precision("0", Float8Tensorwise())
-                parallelize(model, plan, mode="static", guard_steps=0)
-            else:
+            if mode is None:
                 use_low_precision(model, "0", Float8Tensorwise())
-            found.append(model(torch.arange(32.0).view(4, 8)).detach())
+            else:
+                plan = Plan(mesh).shard(r"0\.(weight|bias)", InterleavedShard(0, 3), "tp")
+                plan.shard("<in:input>", R, "tp").precision("0", Float8Tensorwise())
+                parallelize(model, plan, mode=mode, guard_steps=0)
+            out = model(torch.arange(32.0).view(4, 8))
+            out = out.to_local() if isinstance(out, DTensor) else out
+            out.sum().backward()
+            grad = next(model.parameters()).grad
+            found.append((out.detach(), grad.to_local() if isinstance(grad, DTensor) else grad))
         return found
 
-    for rank, (expected, sharded) in enumerate(run_ranks(check, 2)):
-        assert torch.equal(sharded, expected.view(4, 3, 2, 2)[:, :, rank].reshape(4, 6))
+    for rank, (one, *others) in enumerate(run_ranks(check, 2)):
+        expected = one[0].view(4, 3, 2, 2)[:, :, rank].reshape(4, 6)
+        grad = one[1].view(3, 2, 2, 8)[:, rank].reshape(6, 8)
+        for out, own_grad in others:
+            assert torch.equal(out, expected)
+            assert torch.equal(own_grad, grad)
 
 
 def test_weights_are_quantized_once_and_not_if_other_modules_have_them():

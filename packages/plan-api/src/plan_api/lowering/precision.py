@@ -149,7 +149,8 @@ def _check_features(
                 assert mesh is not None
                 # Of a fused projection each part is sharded.
                 ranks *= mesh.size(axis) * getattr(placement, "interleaves", 1)
-                if is_linear and mode == "eager" and type(placement) is not Shard:
+                is_fused = dim == 0 and hasattr(placement, "interleaves")
+                if is_linear and mode == "eager" and not is_fused and type(placement) is not Shard:
                     raise ValueError(
                         f"{policy.description}: expected {path} sharded by Shard({dim}) in Eager, "
                         f"got {placement}; use mode='static', or leave the layer out"

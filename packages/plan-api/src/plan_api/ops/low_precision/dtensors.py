@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -53,8 +55,8 @@ def low_precision_linear_of_dtensors(
     of_x: list[Placement] = [*before]
     of_weight: list[Placement] = [*before]
     for axis, placement in enumerate(weight.placements):
-        if placement.is_shard(0):
-            output[axis], of_x[axis], of_weight[axis] = Shard(last), Partial(), placement
+        if getattr(placement, "dim", None) == 0:
+            output[axis], of_x[axis], of_weight[axis] = _on(last, placement), Partial(), placement
         elif placement.is_shard(1):
             output[axis], of_weight[axis] = Partial(), placement
         elif not before[axis].is_replicate():  # each rank has the gradient of its tokens
@@ -81,6 +83,12 @@ def _of_input(placement: Placement, weight: Placement, last: int) -> Placement:
         return Shard(last)
     is_of_tokens = placement.is_shard() and not placement.is_shard(last)
     return placement if weight.is_replicate() and is_of_tokens else Replicate()
+
+
+def _on(dim: int, placement: Placement) -> Placement:
+    """Returns the shard of another dim, of a fused projection too (ragged-shard)."""
+    fused: Any = placement
+    return Shard(dim) if placement.is_shard() else fused.with_dim(dim)
 
 
 def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:

@@ -106,7 +106,8 @@ def _may_call(child: nn.Module, names: Collection[str]) -> bool:
     The code of torch's own modules is inspected, as two hooks less on each save time.
     """
     own = type(child)
-    if next(child.children(), None) is not None or not own.__module__.startswith("torch.nn."):
+    is_torchs = own.__module__.startswith("torch.nn.") and "forward" not in vars(child)
+    if next(child.children(), None) is not None or not is_torchs:
         return True
     return not set(names).isdisjoint(own.forward.__code__.co_names)
 
