@@ -135,7 +135,9 @@ class OptionRuns:
     def check_on_two_ranks(self, choice, runs):
         """Does what `check` does; skips where no run on two ranks has the choice."""
         if not any(choice in run for run in self.on(2, runs)):
-            pytest.skip(f"{choice.name} is in none of these runs; the slow tier has all")
+            pytest.skip(
+                f"no run of the fast tier on two ranks has {choice.name}; the slow tier runs it"
+            )
         self.check(choice, proving_runs(self.on(2, runs)))
 
     def check(self, choice, runs):

@@ -14,13 +14,16 @@ from plan_api.ops.low_precision.linear import FeatureGroups, LowPrecision, low_p
 __all__ = ["feature_groups", "low_precision_linear_of_dtensors"]
 
 
-def feature_groups(mesh: DeviceMesh, weight: tuple[Placement, ...]) -> FeatureGroups:
-    """Returns the groups of ranks that shard a weight (N, K).
+def feature_groups(
+    mesh: DeviceMesh, weight: tuple[Placement, ...], first_dim: int = 0
+) -> FeatureGroups:
+    """Returns the groups of ranks that shard a weight (N, K), or those of experts (E, N, K).
 
     Args:
         mesh: of the weight.
         weight: its placements while it is used: torch's shards, or ragged-shard's of fused
             projections.
+        first_dim: the dim of N; 1 for weights of experts.
     """
     outputs, inputs = (
         tuple(
@@ -28,7 +31,7 @@ def feature_groups(mesh: DeviceMesh, weight: tuple[Placement, ...]) -> FeatureGr
             for axis, placement in enumerate(weight)
             if getattr(placement, "dim", None) == dim and mesh.size(axis) > 1
         )
-        for dim in (0, 1)
+        for dim in (first_dim, first_dim + 1)
     )
     return FeatureGroups(outputs, inputs)
 

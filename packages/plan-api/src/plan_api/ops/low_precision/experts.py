@@ -11,13 +11,12 @@ CPUs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -25,9 +24,6 @@ from torch.distributed.tensor import DTensor
 from plan_api.ops.low_precision.linear import FeatureGroups, LowPrecision, low_precision_linear
 
 __all__ = ["ExpertWeights", "expert_weights", "in_low_precision", "is_experts"]
-
-#: The groups of ranks that shard the rows, and the columns, of each expert's weight.
-MatrixGroups: TypeAlias = tuple[tuple[dist.ProcessGroup, ...], tuple[dist.ProcessGroup, ...]]
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -43,7 +39,7 @@ def expert_weights(module: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def in_low_precision(
-    module: nn.Module, precision: LowPrecision, groups: dict[str, MatrixGroups]
+    module: nn.Module, precision: LowPrecision, groups: Mapping[str, FeatureGroups]
 ) -> Iterator[None]:
     """Makes the products of experts take quantized operands inside of the block.
 
@@ -89,7 +85,7 @@ class ExpertWeights:
 
     tensor: torch.Tensor
     precision: LowPrecision
-    groups: MatrixGroups = ((), ())
+    groups: FeatureGroups
 
     @property
     def shape(self) -> torch.Size:
@@ -124,7 +120,8 @@ class ExpertWeights:
         if {first % dims, second % dims} != {dims - 2, dims - 1}:
             raise self._refused(f"transpose({first}, {second})")
         transposed = self.tensor.transpose(first, second)
-        return ExpertWeights(transposed, self.precision, self.groups[::-1])
+        groups = FeatureGroups(self.groups.inputs, self.groups.outputs)
+        return ExpertWeights(transposed, self.precision, groups)
 
     @classmethod
     def __torch_function__(
@@ -150,8 +147,7 @@ class ExpertWeights:
 
     def _multiply(self, tokens: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Returns the product of tokens (..., columns) and rows."""
-        groups = FeatureGroups(*self.groups)
-        return low_precision_linear(tokens, self.tensor, bias, self.precision, groups)
+        return low_precision_linear(tokens, self.tensor, bias, self.precision, self.groups)
 
     def _multiply_grouped(self, tokens: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Returns the products of each expert and its tokens; of tokens of no expert zeros.

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_map_only
 
+from plan_api.ops.low_precision.operand_tensor import OperandTensor
 from plan_api.ops.low_precision.quantize import Quantized, amax_of, quantize, scales_of
 from plan_api.ops.low_precision.recipes import Recipe, Scaling
 from plan_api.runtime.hooks import is_validating
@@ -21,7 +19,6 @@ from plan_api.runtime.hooks import is_validating
 __all__ = ["GatheredColumns", "QuantizedTokens", "TokenGather"]
 
 _log = logging.getLogger("plan_api")
-_aten = torch.ops.aten
 
 
 class TokenGather:
@@ -248,34 +245,13 @@ class _Operands:
         return self._plain
 
 
-class QuantizedTokens(torch.Tensor):
+class QuantizedTokens(OperandTensor):
     """A gathered sequence (..., K) of which there are only operands of products.
 
-    `low_precision_linear` takes the operands. Any other operator gathers the sequence in its dtype,
-    once. Its gradient is an ordinary tensor.
-
-    Attributes:
-        operands: which aliases share.
+    An operator that takes no operands gathers the sequence in its dtype, once.
     """
 
     operands: _Operands
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(
-        cls: type[QuantizedTokens],
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        operands: _Operands,
-    ) -> QuantizedTokens:
-        """Makes one that shares operands."""
-        made: QuantizedTokens = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=device
-        )
-        made.operands = operands
-        return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Returns its shape, dtype and recipe."""
@@ -284,28 +260,15 @@ class QuantizedTokens(torch.Tensor):
     def serves(self, recipe: Recipe) -> bool:
         """Whether layers of a recipe that compute in this dtype take the operands."""
         own = self.operands.gather.recipe
-        return self.dtype == self.operands.cast.dtype and (own.output, own.grad_weight) == (
+        return self.keeps_operands(self.dtype) and (own.output, own.grad_weight) == (
             recipe.output,
             recipe.grad_weight,
         )
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Aliases and casts to the dtype of compute share the operands; others gather."""
-        options = {name: value for name, value in (kwargs or {}).items() if value is not None}
-        if func in (_aten.detach.default, _aten.alias.default) or (
-            func is _aten.view.default and torch.Size(args[1]) == args[0].shape
-        ):
-            return cls(args[0].shape, args[0].dtype, args[0].device, args[0].operands)
-        if func is _aten._to_copy.default and options == {"dtype": args[0].operands.cast.dtype}:
-            return cls(args[0].shape, options["dtype"], args[0].device, args[0].operands)
-        plain_args, plain_kwargs = tree_map_only(
-            cls, lambda one: one.operands.plain().to(one.dtype), (args, dict(kwargs or {}))
-        )
-        return func(*plain_args, **plain_kwargs)
+    def keeps_operands(self, dtype: torch.dtype) -> bool:
+        """Implements `OperandTensor`: they are of the dtype of compute."""
+        return dtype == self.operands.cast.dtype
+
+    def plain(self) -> torch.Tensor:
+        """Implements `OperandTensor`."""
+        return self.operands.plain().to(self.dtype)

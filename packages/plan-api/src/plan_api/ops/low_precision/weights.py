@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from plan_api.ops.low_precision.operand_tensor import OperandTensor
 from plan_api.ops.low_precision.quantize import Quantized, amax_of, quantize, scales_of
 from plan_api.ops.low_precision.recipes import Recipe, Scaling, check_recipe
 
 __all__ = ["GatheredOperand", "QuantizedWeight"]
 
 _Direction: TypeAlias = Literal["forward", "backward"]
-_aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -39,34 +38,16 @@ class _Operands:
         return self.found[direction]
 
 
-class QuantizedWeight(torch.Tensor):
+class QuantizedWeight(OperandTensor):
     """A weight (N, K) of which there are only operands of products, and no dequantized copy.
 
-    `low_precision_linear` takes the operands. Any other operator dequantizes, in a temporary
-    tensor. Its gradient is an ordinary tensor of its dtype.
+    An operator that takes no operands dequantizes, in a temporary tensor.
 
     Attributes:
         operands: those that are gathered at present.
     """
 
     operands: _Operands
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(
-        cls: type[QuantizedWeight],
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        operands: _Operands,
-    ) -> QuantizedWeight:
-        """Makes one that shares operands, which may be filled later."""
-        made: QuantizedWeight = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=device
-        )
-        made.operands = operands
-        return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Returns its shape, dtype and the operands that it has."""
@@ -82,27 +63,9 @@ class QuantizedWeight(torch.Tensor):
             return self.operands.of("backward")
         return self.of_output().transposed()
 
-    def dequantized(self) -> torch.Tensor:
-        """Returns an ordinary tensor, of its dtype."""
+    def plain(self) -> torch.Tensor:
+        """Implements `OperandTensor`: dequantizes."""
         return self.of_output().dequantized().to(self.dtype)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Aliases share the operands; other operators get a dequantized tensor."""
-        if func in (_aten.detach.default, _aten.alias.default) or (
-            func is _aten.view.default and torch.Size(args[1]) == args[0].shape
-        ):
-            return cls(args[0].shape, args[0].dtype, args[0].device, args[0].operands)
-        plain_args, plain_kwargs = tree_map_only(
-            cls, lambda one: one.dequantized(), (args, dict(kwargs or {}))
-        )
-        return func(*plain_args, **plain_kwargs)
 
 
 @dataclass(frozen=True)

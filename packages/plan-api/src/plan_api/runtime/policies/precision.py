@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.ir import ModulePolicy, QuantizedGather, Schedule
@@ -16,7 +17,6 @@ from plan_api.lowering.operands import recipes_of_weights
 from plan_api.lowering.precision import resolve_precision
 from plan_api.ops.low_precision.dtensors import feature_groups, low_precision_linear_of_dtensors
 from plan_api.ops.low_precision.experts import (
-    MatrixGroups,
     expert_weights,
     in_low_precision,
     is_experts,
@@ -64,7 +64,7 @@ def use_low_precision(
     handles = []
     for module in map(model.get_submodule, found):
         if is_experts(module):
-            groups: dict[str, MatrixGroups] = dict.fromkeys(expert_weights(module), ((), ()))
+            groups = dict.fromkeys(expert_weights(module), FeatureGroups())
             handles.append(_replaced_experts(module, precision, groups))
         else:
             handles.append(ReplacedForward(module, forward))
@@ -172,39 +172,29 @@ def install_precision(
     """
     first_names = {id(param): name for name, param in model.named_parameters()}
     replaced: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def placements(param: nn.Parameter) -> tuple[Placement, ...]:
+        schedule = schedules.get(first_names[id(param)])
+        return (Replicate(),) * mesh.ndim if schedule is None else schedule.run
+
     for path, precision in precisions.items():
         module = model.get_submodule(path)
         if is_experts(module):
             groups = {
-                name: _matrix_groups(schedules.get(first_names[id(getattr(module, name))]), mesh)
+                name: feature_groups(mesh, placements(module.get_parameter(name)), first_dim=1)
                 for name in expert_weights(module)
             }
             yield _replaced_experts(module, precision, groups)
             continue
-        schedule = schedules.get(first_names[id(module.weight)])
-        run = (Replicate(),) * mesh.ndim if schedule is None else schedule.run
-        key = precision, feature_groups(mesh, run)
+        key = precision, feature_groups(mesh, placements(module.get_parameter("weight")))
         # One function for all modules of a kind, so that torch.compile compiles it once.
         if key not in replaced:
             replaced[key] = _forward(*key)
         yield ReplacedForward(module, replaced[key])
 
 
-def _matrix_groups(schedule: Schedule | None, mesh: DeviceMesh) -> MatrixGroups:
-    """Returns the groups of ranks that shard the rows and columns of each expert's weight."""
-    rows, columns = (
-        tuple(
-            mesh.get_group(axis)
-            for axis, placement in enumerate(() if schedule is None else schedule.run)
-            if getattr(placement, "dim", None) == dim and mesh.size(axis) > 1
-        )
-        for dim in (1, 2)
-    )
-    return rows, columns
-
-
 def _replaced_experts(
-    module: nn.Module, precision: LowPrecision, groups: dict[str, MatrixGroups]
+    module: nn.Module, precision: LowPrecision, groups: Mapping[str, FeatureGroups]
 ) -> ReplacedForward:
     own = forward_of(module)
 
