@@ -67,10 +67,13 @@ def run(project: str, arguments: Sequence[str], *, slow: bool, captured: bool) -
     folder = PROJECTS[project] / "tests"
     tier = ["-m", "slow"] if slow else []
     command = [str(pytest), f"--junit-xml={report}", *tier, str(folder), *arguments]
+    # As ranks do: idle threads of a process wait busily for its next loop, on others' cores.
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
     start = time.monotonic()
     ended = subprocess.run(
         command,
         cwd=ROOT,
+        env=environment,
         stdout=subprocess.PIPE if captured else None,
         stderr=subprocess.STDOUT if captured else None,
         text=True,

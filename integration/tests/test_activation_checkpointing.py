@@ -55,6 +55,7 @@ def test_losses_are_those_without_it_bit_for_bit(name, train_runs, tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_losses_are_those_without_it_where_dispatched_rows_are_kept(train_runs, tmp_path):
     plan = {"system": "plan", "model": "mixtral-tiny", "dp_shard": 2, "ep": 2, "ep_chunks": 2}
     runs = [
@@ -100,6 +101,7 @@ def peaks():
     return found
 
 
+@pytest.mark.slow
 def test_the_more_is_computed_again_the_less_memory_is_held(peaks):
     assert peaks["full"] < 0.5 * peaks["none"]
     assert peaks["full"] < peaks["selective-layer"] < 0.8 * peaks["none"]

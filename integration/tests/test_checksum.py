@@ -102,6 +102,7 @@ def test_a_file_with_a_flipped_bit_is_named(world, tmp_path):
     checkpoint.load(path, model, optimizer, world)
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_of_a_manifest_is_found_though_it_is_parsed(world, tmp_path):
     path, _, _ = save(tmp_path, world)
     file = path / checkpoint.MANIFEST

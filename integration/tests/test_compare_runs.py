@@ -324,6 +324,7 @@ def random_script(**changes):
     return entries | changes
 
 
+@pytest.mark.slow
 def test_the_command_compares_random_numbers_after_the_systems(script, options, command, capsys):
     script(**random_script())
     assert command(experiments="systems,random_numbers", own=with_random(options)) == 0

@@ -148,6 +148,7 @@ def test_experiments_run_in_order_and_their_jobs_have_folders_of_their_own(make_
     assert list(dict.fromkeys(folder.parent.name for folder in folders)) == names
 
 
+@pytest.mark.slow  # plans three experiments
 def test_native_systems_share_no_process_with_packages_that_patch_torch(make_options):
     """A package that is switched off again leaves its extension modules loaded."""
     comparison = prepare(

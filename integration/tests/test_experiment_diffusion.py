@@ -196,7 +196,14 @@ def test_the_verdict_names_the_differences_of_losses_and_images(made_up):
     assert "generate from the same noise differ by at most" in row.finding
 
 
-@pytest.mark.parametrize("failed", [{}, {"plan": None}, {"single": None}], ids=str)
+@pytest.mark.parametrize(
+    "failed",
+    [
+        {"plan": None},
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ({}, {"single": None})),
+    ],
+    ids=str,
+)
 def test_the_figure_has_a_grid_for_the_data_and_for_each_run_that_drew(made_up, failed):
     results, _ = made_up(**failed)
     pictures = draw_pictures(results)

@@ -57,6 +57,7 @@ def made_up(made_up_results, tmp_path):
     return results
 
 
+@pytest.mark.slow
 def test_runs_of_one_source_and_number_of_ranks_share_processes(tmp_path):
     runs = runs_of(tmp_path)
     assert len({run.job.session for run in runs}) == 5

@@ -53,8 +53,12 @@ def _ranks(text):
     return int(found[1])
 
 
-# Native tensor parallelism on four ranks: 8 s of processor time, more than any other page.
-SLOW = {"docs/tutorials/from-torchtitan.md"}
+# The slowest pages; of the others each shows a task, or a way to begin.
+SLOW = {
+    "docs/tasks/optimizers-precision.md",
+    "docs/tasks/save-resume.md",
+    "docs/tutorials/from-torchtitan.md",
+}
 
 
 @pytest.mark.ranks

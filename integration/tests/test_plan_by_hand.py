@@ -91,8 +91,8 @@ def _collectives(model, batch):
 
 
 @pytest.mark.parametrize(
-    "name",  # a DiT's communication is planned as LLaMA's, Mixtral's is not
-    [pytest.param(name, marks=[pytest.mark.slow] if name == "dit" else []) for name in CASES],
+    "name",  # plan-api has a Mixtral of its own in the fast tier
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "llama")) for name in CASES],
 )
 def test_both_modes_communicate_as_the_model_by_hand(name, monkeypatch):
     """In kind, number and bytes; from plans of LLaMA and Mixtral that have no gradients."""

@@ -299,6 +299,7 @@ def _collectives(model):
     return Counter((one.name, one.bytes) for one in record.collectives)
 
 
+@pytest.mark.slow  # plan-api has the same of LLaMA
 def test_a_plan_without_reductions_of_gradients_communicates_as_the_one_with_them():
     """Which is as by hand: 11 all-reduces and 3 all-gathers (packages/plan-api/benchmarks)."""
     with fake_mesh((8,), ("tp",)) as mesh:

@@ -105,6 +105,7 @@ def _observe(options):
 
 
 @pytest.mark.parametrize("product", EVERY)
+@pytest.mark.slow  # the option table proves them for a product
 def test_each_policy_is_in_effect(product, tmp_path):
     proved = []
     for number, policy in enumerate(policies_in_tests(product)):

@@ -100,6 +100,7 @@ def test_a_product_is_predicted_as_the_simulator_counts_it(options, ranks):
     assert 0.9 * total <= memory.total - memory.optimizer <= 1.15 * total
 
 
+@pytest.mark.slow
 def test_layers_with_and_without_experts_are_counted_once_each():
     run = inner_run(config_of(model="deepseek-v3-tiny", sequence_length=LENGTH))
     shape = replace(run.shape, num_hidden_layers=5, first_k_dense_replace=2)
@@ -334,6 +335,7 @@ def test_ranked_candidates_fit_are_accepted_and_ascend(monkeypatch):
         validate(each.config, 4)
 
 
+@pytest.mark.slow  # simulates all candidates
 def test_the_command_writes_what_the_trainer_reads(tmp_path, capsys):
     out = tmp_path / "best"
     words = ["llama-tiny", "--ranks", "2", "--hardware", "gloo", "--json", "--out", str(out)]

@@ -84,7 +84,7 @@ def test_tensor_parallelism_sends_hidden_states():
 @pytest.mark.parametrize(
     ("shape", "depth"),
     [
-        pytest.param(TINY_LLAMA, Depth(4, 0), id="llama"),
+        pytest.param(TINY_LLAMA, Depth(4, 0), id="llama", marks=pytest.mark.slow),
         pytest.param(FEW_EXPERTS, Depth(1, 3), id="deepseek-v3", marks=pytest.mark.slow),
     ],
 )

@@ -39,6 +39,7 @@ def test_a_session_on_different_numbers_of_ranks_is_refused(tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow  # seven runs
 def test_runs_of_a_session_equal_separate_runs(start_on_ranks, tmp_path):
     native = ["--system", "fsdp2", "--ranks", "2", "--init", "sharded", "--micro-batch", "2"]
     plan = ["--system", "plan", "--tp", "2", "--ranks", "2", "--init", "sharded"]

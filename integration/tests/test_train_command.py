@@ -278,6 +278,7 @@ def test_training_features_together(train_ranks, tmp_path):
     assert not (tmp_path / "flight-recorder").exists()
 
 
+@pytest.mark.slow  # waits for a timeout; test_watchdog has the report
 def test_a_hanging_rank_leaves_reports_of_the_other_ranks(start_on_ranks, tmp_path):
     features = ["--timeout", "15", "--system", "ddp", "--steps", "100000"]
     first, stopped = start_on_ranks(2, *command(tmp_path, *features)[1:])

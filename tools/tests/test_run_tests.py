@@ -71,3 +71,17 @@ def test_the_slow_tests_run_alone_and_a_project_may_have_none(workspace, capfd):
     assert "1 passed, 2 deselected" in out
     assert out.endswith("passed: good, bad\n")
     assert (workspace / "results" / "slow-good.xml").exists()
+
+
+@pytest.mark.parametrize(("of_caller", "expected"), [(None, "1"), ("2", "2")])
+def test_tests_have_one_thread_unless_the_caller_says_otherwise(
+    workspace, monkeypatch, of_caller, expected
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if of_caller is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", of_caller)
+    test = (
+        f"import os\n\n\ndef test_it():\n    assert os.environ['OMP_NUM_THREADS'] == '{expected}'\n"
+    )
+    (workspace / "good" / "tests" / "test_good.py").write_text(test)
+    assert run_tests.main(["good", "-n", "0"]) == 0

@@ -17,7 +17,9 @@ DRAWN = sorted(PICTURES.keys() - {"flame", "padding", "plan_view", "steps"})
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != DRAWN[0])) for name in DRAWN]
+)
 def test_a_picture_is_drawn(name, tmp_path, capsys):
     assert main([name, "--out", str(tmp_path), "--json"]) == 0
     path = tmp_path / PICTURES[name].file

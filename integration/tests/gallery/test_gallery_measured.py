@@ -37,6 +37,7 @@ def test_steps_have_the_collectives_of_their_systems():
 
 
 @pytest.mark.ranks
+@pytest.mark.slow  # records three modes
 def test_native_dispatch_has_most_calls_of_dtensors_python_and_static_mode_fewest():
     found = flame.measure(steps=1, least_share=0)
     calls = {mode: Counter(call.kind for call in step.calls) for mode, step in found.items()}

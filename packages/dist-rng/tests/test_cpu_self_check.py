@@ -74,7 +74,8 @@ for kind in self_check._SAMPLES:
 
 # Every other test runs with the processor's best.
 @pytest.mark.parametrize(
-    "capability", ["default", "avx2", pytest.param("avx512", marks=pytest.mark.slow)]
+    "capability",
+    ["default", *(pytest.param(one, marks=pytest.mark.slow) for one in ("avx2", "avx512"))],
 )
 def test_every_cpu_capability_of_torch_is_reproduced(capability):
     if capability.upper() not in _capabilities():

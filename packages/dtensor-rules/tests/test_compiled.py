@@ -202,6 +202,7 @@ def test_a_header_of_another_version_is_refused():
         compiled.register(0, "x", NEG, declines, "*", (), None, True, None, None)
 
 
+@pytest.mark.slow  # compiles once more
 def test_actions_of_the_wrong_type_do_not_compile(tmp_path):
     source = tmp_path / "wrong.cpp"
     actions = {

@@ -84,9 +84,13 @@ SKIPS = {
         *("reduce_scatter", (1, 0)),
     ),
 }
+FAST = ("a block in the middle, later", "a block that stays gathered")
 
 
-@pytest.mark.parametrize("what", SKIPS)
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(what, marks=[pytest.mark.slow] * (what not in FAST)) for what in SKIPS],
+)
 def test_skipped_module_is_an_error_that_names_the_collective(what):
     *skipped, good, options, collective, waiting = SKIPS[what]
 

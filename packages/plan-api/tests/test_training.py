@@ -186,6 +186,7 @@ def test_models_of_the_zoo_train_as_on_one_device(case):
             assert actual.unused_sites == [], message
 
 
+@pytest.mark.slow
 def test_dropout_is_enabled(monkeypatch):
     """Without it the losses are others, so the cases above do test it."""
     for case in CASES.values():

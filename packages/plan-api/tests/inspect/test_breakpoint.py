@@ -74,7 +74,7 @@ def sharded(mesh):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("stops", [0, 1])
+@pytest.mark.parametrize("stops", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_other_ranks_wait_longer_than_the_timeout_and_all_continue(stops):
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

@@ -100,6 +100,7 @@ def test_dispatched_experts_have_the_right_types():
 
 @pytest.mark.ranks
 @pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
+@pytest.mark.slow
 def test_a_generated_plan_has_the_right_types():
     with fake_mesh((2,), ("tp",)) as mesh:
         layer, plan = r"model\.layers\.\d+", Plan(mesh)

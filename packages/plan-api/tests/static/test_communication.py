@@ -152,7 +152,7 @@ CASES = {
     "gpt2": (make_gpt2, gpt2, reduced),
     "mixtral": (make_mixtral, mixtral, of_experts),
 }
-SLOW = ("llama, outputs of rows", "llama, every Linear")
+SLOW = ("llama, outputs of rows", "llama, every Linear", "gpt2")
 
 
 @pytest.fixture

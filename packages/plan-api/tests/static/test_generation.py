@@ -179,10 +179,8 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=[pytest.mark.slow] * (one != "gpt2, one layer")) for one in CASES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_generated_plans_train_as_in_eager_and_are_the_same_on_meta(name):
     for plan, static, eager, (same, sent) in run_ranks(generated, 2, name, (1, 2), timeout=580):
         assert static == eager

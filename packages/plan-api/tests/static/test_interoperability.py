@@ -224,15 +224,12 @@ def _compile_forward(layer, backend):
     ("backend", "within", "shape", "data_parallel"),
     [
         ("aot_eager", 0.0, (1, 2), None),
-        pytest.param("aot_eager", 0.0, (2, 1), _fully_shard, marks=pytest.mark.slow),
-        pytest.param(
-            "inductor", 1e-5, (1, 2), None, marks=pytest.mark.slow
-        ),  # compiles C++ for two minutes
+        ("aot_eager", 0.0, (2, 1), _fully_shard),
+        ("inductor", 1e-5, (1, 2), None),  # compiles C++ for two minutes
     ],
 )
-@pytest.mark.parametrize(
-    "compile_layer", [_compile_call, pytest.param(_compile_forward, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("compile_layer", [_compile_call, _compile_forward])
+@pytest.mark.slow  # test_policies compiles layers of both modes
 def test_compiled_blocks_equal_eager_blocks(backend, within, shape, data_parallel, compile_layer):
     def check():
         mesh = _mesh(shape)
