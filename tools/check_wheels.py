@@ -101,9 +101,7 @@ def try_alone(
         # Constraints that are files: a namesake in a package index is never installed.
         local = folder / "local.txt"
         local.write_text("".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items()))
-        # Bytecode that an example's first process writes, the others read.
-        left_out = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
-        env = {key: value for key, value in os.environ.items() if key not in left_out}
+        env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
         def run(*command: str | Path) -> str:
             whole = [str(python), *map(str, command)]

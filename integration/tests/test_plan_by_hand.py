@@ -90,10 +90,8 @@ def _collectives(model, batch):
     return Counter((call.op, call.input_bytes, call.output_bytes) for call in log.calls)
 
 
-@pytest.mark.parametrize(
-    "name",  # plan-api has a Mixtral of its own in the fast tier
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != "llama")) for name in CASES],
-)
+@pytest.mark.slow  # plan-api's test_communication counts those of one layer
+@pytest.mark.parametrize("name", CASES)
 def test_both_modes_communicate_as_the_model_by_hand(name, monkeypatch):
     """In kind, number and bytes; from plans of LLaMA and Mixtral that have no gradients."""
     monkeypatch.syspath_prepend(BENCHMARKS)

@@ -316,7 +316,9 @@ def test_an_operator_without_a_strategy_raises_as_ever(mesh):
     assert actual == native
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["static", "dynamic"]
+)
 def test_torch_compile(mesh, dynamic):
     def function(x, y):
         return ((x * 2 + y).t() @ y).relu()

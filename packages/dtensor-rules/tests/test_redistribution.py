@@ -285,7 +285,8 @@ def test_values_of_tensors_that_are_joined_and_cut_another_way_for_their_size():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shape", [pytest.param((8, 4), marks=pytest.mark.slow), (5, 7)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(8, 4), (5, 7)], ids=str)
 def test_values_on_two_axes(shape):
     assert min(run_ranks(compare_on_two_axes, 4, shape, timeout=300)) > 300
 

@@ -374,7 +374,8 @@ def test_the_guard_refuses_a_wrong_gradient_and_changes_nothing(shape, accumulat
         assert unlike == []
 
 
-@pytest.mark.parametrize("shape", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)], ids=str)
 def test_a_generated_plan_applies_fully_shard(shape):
     """Generated on FakeTensors, from a model that takes no memory."""
 
