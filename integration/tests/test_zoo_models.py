@@ -34,6 +34,7 @@ PRODUCTS = {
     },
     8: {
         "HSDP x TP + SP": {"dp_replicate": 2, "dp_shard": 2} | SP,
+        "FSDP x TP + SP, static": {"dp_shard": 4, "static": True} | SP,
         "PP x FSDP x TP": {"pp_degree": 2, "pp_microbatches": 2, "dp_shard": 2, "tp": 2},
     },
 }
@@ -192,5 +193,5 @@ def test_products_with_sharded_sequences_train_as_one_device(model, ranks, tmp_p
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("model", MODELS)
 def test_products_train_as_one_device(model, ranks, tmp_path):
-    """At least three products on each number of ranks, but two of eight ranks."""
+    """At least three products on each number of ranks."""
     _compare(model, ranks, _products(model, ranks), STEPS, tmp_path)

@@ -176,7 +176,7 @@ OF_TWO_RANKS = {
         ("granite_swa", DROPOUT),
         ("deepseek_v2", DROPOUT),
     ],
-    "dp": [("llama4", {}), ("deepseek_v2", {})],
+    "dp": [("llama4", {}), ("deepseek_v2", {}), ("deepseek_v3", {"attn_implementation": "sdpa"})],
 }
 FAMILIES = ["llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 FAMILIES += ["llama4", "aria", "granite_swa", "deepseek_v2"]
@@ -189,6 +189,17 @@ def plan_along(model, mesh):
         model, mesh, "tp" if "tp" in axes else None, dp="dp" if "dp" in axes else None
     )
     return plan.shard("<out:loss>", [Replicate()] * len(axes))
+
+
+def train_in(mode, make, mesh):
+    """Trains a model by its own plan, along the axes of a mesh."""
+    model = make()
+    plan = plan_along(model, mesh)
+    if mode == "static":
+        ids = torch.zeros(4, 8, dtype=torch.int64)
+        plan = generate_static(plan, make(), {"input_ids": ids, "labels": ids})
+    parallelize(model, plan, mode=mode)
+    return train_by_sgd(model)
 
 
 @pytest.mark.ranks
@@ -246,14 +257,17 @@ CREATING_IN_FAST_TESTS = ("Phimoe", "MiniMax")
 @pytest.mark.ranks
 @pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
 @pytest.mark.parametrize(
-    ("axis", "names"),
+    ("mode", "axis", "names"),
     [
-        ("tp", CREATING_IN_FAST_TESTS),
-        pytest.param("tp", (*CREATING,), marks=pytest.mark.slow),
-        pytest.param("dp", (*CREATING,), marks=pytest.mark.slow),
+        ("eager", "tp", CREATING_IN_FAST_TESTS),
+        *(
+            pytest.param(mode, axis, (*CREATING,), marks=pytest.mark.slow)
+            for mode in ("eager", "static")
+            for axis in ("tp", "dp")
+        ),
     ],
 )
-def test_models_that_create_tensors_have_the_gradients_of_one_device(axis, names):
+def test_models_that_create_tensors_have_the_gradients_of_one_device(mode, axis, names):
     """Recurrent layers, frequencies made in each call, and scales by positions."""
 
     def make(name):
@@ -261,12 +275,7 @@ def test_models_that_create_tensors_have_the_gradients_of_one_device(axis, names
 
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
-        trained = []
-        for name in names:
-            model = make(name)
-            parallelize(model, plan_along(model, mesh))
-            trained.append(train_by_sgd(model))
-        return trained
+        return [train_in(mode, functools.partial(make, name), mesh) for name in names]
 
     expected = [train_by_sgd(make(name)) for name in names]
     for found in run_ranks(check, 2, timeout=300):
@@ -277,25 +286,15 @@ def test_models_that_create_tensors_have_the_gradients_of_one_device(axis, names
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
-@pytest.mark.parametrize(
-    ("mode", "family"),
-    [("eager", family) for family in FAMILIES]
-    # No static mode is generated for gemma3: it would keep all of the model on DTensors.
-    + [("static", family) for family in FAMILIES if family != "gemma3"],
-)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["eager", "static"])
 def test_gradients_of_dp_x_tp_are_those_of_one_device(mode, family):
     def make():
         return models.nowhere_zero(getattr(models, family)())
 
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = make()
-        plan = plan_along(model, mesh)
-        if mode == "static":
-            ids = torch.zeros(4, 8, dtype=torch.int64)
-            plan = generate_static(plan, make(), {"input_ids": ids, "labels": ids})
-        parallelize(model, plan, mode=mode)
-        return train_by_sgd(model)
+        return train_in(mode, make, mesh)
 
     expected = train_by_sgd(make())
     for found in run_ranks(check, 4, timeout=300):

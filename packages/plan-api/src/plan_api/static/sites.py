@@ -21,7 +21,7 @@ from plan_api.runtime.local_shards import local_shape
 from plan_api.spec.axes import axis_names
 from plan_api.static.comparison import StaticError
 
-__all__ = ["static_sites"]
+__all__ = ["axes_of_rows", "static_sites"]
 
 
 def static_sites(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> list[Site]:
@@ -39,8 +39,9 @@ def static_sites(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> list[S
     Raises:
         StaticError: the rows of a table are sharded, and the plan does not reduce the output.
     """
-    axes_of_rows = {
-        path: _axes_of_rows(path, model, lowered.schedules, mesh)
+    names = axis_names(mesh)
+    rows = {
+        path: [names[axis] for axis in axes_of_rows(path, model, lowered.schedules)]
         for path, module in model.named_modules()
         if isinstance(module, nn.Embedding) and not lowered.runs_on_dtensors(path)
     }
@@ -50,14 +51,14 @@ def static_sites(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> list[S
     for site in lowered.sites:
         if lowered.runs_on_dtensors(site.path):
             continue
-        if site.path in axes_of_rows and site.hook_point is HookPoint.FORWARD:
-            axes = axes_of_rows[site.path]
+        if site.path in rows and site.hook_point is HookPoint.FORWARD:
+            axes = rows[site.path]
             site = replace(site, steps=tuple(_with_src(step, axes) for step in site.steps))
             reduced.update((site.path, axis) for step in site.steps for axis in step.moves)
         if site.hook_point is HookPoint.OPERATOR:
             with_operators.add(site.path)
         found.append(site)
-    for path, axes in axes_of_rows.items():
+    for path, axes in rows.items():
         missing = [axis for axis in axes if (path, axis) not in reduced]
         if missing:
             raise StaticError(
@@ -101,24 +102,28 @@ def _with_views(
     return [*found, *(Site(path, HookPoint.OPERATOR, views) for path in paths)]
 
 
-def _axes_of_rows(
-    path: str, model: nn.Module, schedules: Mapping[str, Schedule], mesh: DeviceMesh
-) -> Sequence[str]:
+def axes_of_rows(path: str, model: nn.Module, schedules: Mapping[str, Schedule]) -> list[int]:
+    """Returns the numbers of the axes that shard the rows of an embedding.
+
+    Args:
+        path: of the embedding.
+        model: of the plan.
+        schedules: of the plan, by parameter.
+    """
     # The attribute is the local parameter, which is not among the model's.
     table = model.get_submodule(path)._parameters["weight"]
     names = [name for name, param in model.named_parameters() if param is table]
     schedule = schedules.get(names[0]) if names else None
     if schedule is None:
         return []
-    axes = axis_names(mesh)
-    return [axes[at] for at, one in enumerate(schedule.run) if getattr(one, "dim", None) == 0]
+    return [axis for axis, one in enumerate(schedule.run) if getattr(one, "dim", None) == 0]
 
 
-def _with_src(step: SiteStep, axes_of_rows: Sequence[str]) -> SiteStep:
+def _with_src(step: SiteStep, rows: Sequence[str]) -> SiteStep:
     moves = {
         axis: move
         if move.src is not None
-        else replace(move, src=Partial() if axis in axes_of_rows else Replicate())
+        else replace(move, src=Partial() if axis in rows else Replicate())
         for axis, move in step.moves.items()
     }
     return replace(step, moves=moves)

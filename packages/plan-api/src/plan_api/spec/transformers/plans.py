@@ -27,6 +27,7 @@ from plan_api.spec.plan_entries import PlanEntries
 from plan_api.spec.transformers.tensors import (
     check_runs_on_dtensors,
     is_inside_any,
+    module_patterns,
     place_created_tensors,
     recurrent_layers,
 )
@@ -58,7 +59,8 @@ _STYLES: dict[str, _Style] = {
     "local_params": dict,  # operators take DTensors: a rule for each parameter places it
     "mla_kv_a_proj": lambda: {"<out>": Replicate()},
 }
-_LATENTS = "mla_kv_a_proj"
+# Of attention to latents: the method that makes keys and values, and the projection that it calls.
+_EXPANDS, _TO_HEADS = "expand_kv", "kv_b_proj"
 _REFUSED = {
     "moe_identity_expert": "the outputs of experts are summed over the ranks, each of which would "
     "add those of experts that return their input; leave tp out",
@@ -125,9 +127,7 @@ def add_transformers_plans(plan: PlanEntries, model: nn.Module, axes: Transforme
     tp, data = axes.tp, axes.data
     recurrent = recurrent_layers(modules)
     place_created_tensors(plan, modules, recurrent, data, tp)
-    for rule, style in (getattr(model, "_tp_plan", None) or {}).items():
-        if style == _LATENTS and _matching(rule, modules):
-            _place_keys(plan, _pattern(rule).rpartition(r"\.")[0], axes)
+    _place_keys(plan, model, modules, axes)
     experts = _experts(model, modules)
     mixtures = [
         name.rpartition(".")[0]
@@ -249,12 +249,25 @@ def _add_param_rule(
         plan.shard(_pattern(rule), placement, tp, unit=_GROUPS if heads else None)
 
 
-def _place_keys(plan: PlanEntries, attention: str, axes: TransformersAxes) -> None:
-    """Places the keys, which attention to latents writes into a tensor that it creates."""
-    along = [*axes.data, *([] if axes.tp is None else [axes.tp])]
-    heads = [Shard(0)] * len(axes.data) + [Shard(1)] * (len(along) - len(axes.data))
-    if along:
-        plan.factory(attention, heads, along, sizes="local")
+def _place_keys(
+    plan: PlanEntries, model: nn.Module, modules: Mapping[str, nn.Module], axes: TransformersAxes
+) -> None:
+    """Places the keys, which attention to latents writes into a tensor that it creates.
+
+    They are sharded on the heads where the model's plan shards the projection to them.
+    """
+    rules: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+    sharded = {name for rule in rules for name in _matching(rule, modules)}
+    placed: dict[bool, list[str]] = {}
+    for path, module in modules.items():
+        if hasattr(module, _EXPANDS):
+            placed.setdefault(f"{path}.{_TO_HEADS}" in sharded, []).append(path)
+    for of_heads, paths in placed.items():
+        placements: dict[str, Placement] = dict.fromkeys(axes.data, Shard(0))
+        if axes.tp is not None:
+            placements[axes.tp] = Shard(1) if of_heads else Replicate()
+        for pattern in module_patterns(paths) if placements else ():
+            plan.factory(pattern, [*placements.values()], [*placements], sizes="local")
 
 
 def _unsharded(model: nn.Module, paths: Iterable[str], rules: Mapping[str, str]) -> list[str]:

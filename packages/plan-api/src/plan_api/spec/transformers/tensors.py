@@ -21,6 +21,7 @@ from plan_api.spec.plan_entries import PlanEntries
 __all__ = [
     "check_runs_on_dtensors",
     "is_inside_any",
+    "module_patterns",
     "place_created_tensors",
     "recurrent_layers",
 ]
@@ -41,6 +42,8 @@ _CREATING = (
     "DeepseekV4CSACompressor",
     "DeepseekV4HCACompressor",
 )
+# Classes whose own code draws random numbers, of which static mode would draw a rank's own.
+_DRAWING = ("PhimoeTopKRouter",)
 _UNSUPPORTED = {
     "DogeAttention": "torch's backward of DTensors cannot view the transposed gradient of its "
     "dynamic mask ('view size is not compatible with input tensor's size and stride')",
@@ -106,16 +109,19 @@ def place_created_tensors(
         where = f"{path}.<in:{argument}>" if path else f"<in:{argument}>"
         plan.shard(where, copies if path else samples, along)
     creating = [path for path, module in modules.items() if type(module).__name__ in _CREATING]
-    for path in _patterns(creating) if along else ():
+    for path in module_patterns(creating) if along else ():
         plan.factory(path, copies, along)
+    drawing = [path for path, module in modules.items() if type(module).__name__ in _DRAWING]
+    for path in module_patterns(drawing) if data else ():
+        plan.eager(path)
     masked = [
         path
         for path in recurrent
         if "attention_mask" in inspect.signature(modules[path].forward).parameters
     ]
-    for path in _patterns(masked) if along else ():
+    for path in module_patterns(masked) if along else ():
         plan.shard(f"{path}.<in:attention_mask>", samples, along)
-    for path in _patterns(recurrent) if along else ():
+    for path in module_patterns(recurrent) if along else ():
         if data:
             plan.annotate(rf"{path}\..*\.grad", [Partial()] * len(data), data)
         plan.local(path, samples, along)
@@ -146,8 +152,12 @@ def _plain_inputs(
             yield from ((one, argument) for one in paths)
 
 
-def _patterns(paths: Sequence[str]) -> list[str]:
-    """Returns patterns that match these paths only, one for the same module of several layers."""
+def module_patterns(paths: Sequence[str]) -> list[str]:
+    """Returns patterns that match these paths only, one for the same module of several layers.
+
+    Args:
+        paths: of modules.
+    """
     alike: dict[str, list[str]] = {}
     for path in paths:
         alike.setdefault(_of_any_layer(path), []).append(path)

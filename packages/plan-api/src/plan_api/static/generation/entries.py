@@ -18,6 +18,7 @@ from plan_api.spec.entry import Entry, EntryKind
 from plan_api.spec.path import PathKind, generalize_numbers
 from plan_api.static.generation.tensor_uses import Place
 from plan_api.static.generation.trace import EagerTrace, FunctionCall, Placements, TensorTrace
+from plan_api.static.sites import axes_of_rows
 
 __all__ = [
     "GeneratedEntry", "add_entries", "generate_entries", "generate_size_entries",
@@ -39,7 +40,7 @@ class GeneratedEntry:
         path: of the module.
         tensor: its parameter, or its tensor as in ``<in:0>``.
         dst: see `Plan.redistribute`, a placement per mesh axis.
-        src: the same.
+        src: the same; None along an axis: each mode finds it.
         grad_src: the same.
         grad_dst: the same.
         lines: the lines of the plan that ask for it; (): those where it is added.
@@ -49,7 +50,7 @@ class GeneratedEntry:
     path: str
     tensor: str
     dst: Placements
-    src: Placements | None = None
+    src: tuple[Placement | None, ...] | None = None
     grad_src: Placements | None = None
     grad_dst: Placements | None = None
     lines: tuple[str, ...] = field(default=(), compare=False)
@@ -63,7 +64,7 @@ def generate_entries(model: nn.Module, lowered: Lowered, trace: EagerTrace) -> l
         lowered: its plan, lowered.
         trace: of a step.
     """
-    entries = [*_site_entries(lowered, trace)]
+    entries = [*_site_entries(model, lowered, trace)]
     # Modules where the plan reduces the gradient: modules inside of them need not.
     reducing = {entry.path for entry in entries if _reduces_gradient(entry)}
     entries += input_gradient_entries(trace, lowered, reducing)
@@ -87,7 +88,9 @@ def generate_entries(model: nn.Module, lowered: Lowered, trace: EagerTrace) -> l
     return entries
 
 
-def _site_entries(lowered: Lowered, trace: EagerTrace) -> Iterator[GeneratedEntry]:
+def _site_entries(
+    model: nn.Module, lowered: Lowered, trace: EagerTrace
+) -> Iterator[GeneratedEntry]:
     for site in lowered.sites:
         if not site.hook_point.is_module_hook or (
             not site.path and site.hook_point is HookPoint.FORWARD_PRE
@@ -100,7 +103,25 @@ def _site_entries(lowered: Lowered, trace: EagerTrace) -> Iterator[GeneratedEntr
             if traced is None:
                 continue
             kind = "in" if site.hook_point is HookPoint.FORWARD_PRE else "out"
-            yield redistribute_entry(site.path, f"<{kind}:{step.index}>", traced, step.lines)
+            entry = redistribute_entry(site.path, f"<{kind}:{step.index}>", traced, step.lines)
+            yield _with_sums_of_rows(entry, model, lowered) if kind == "out" else entry
+
+
+def _with_sums_of_rows(entry: GeneratedEntry, model: nn.Module, lowered: Lowered) -> GeneratedEntry:
+    """Leaves out the placement of an embedding's output that DTensor has reduced in its code.
+
+    It does where that scales the looked up rows, as Gemma's; on local tensors they are Partial.
+    """
+    assert entry.src is not None
+    module = model.get_submodule(entry.path)
+    if lowered.runs_on_dtensors(entry.path) or not isinstance(module, nn.Embedding):
+        return entry
+    rows = axes_of_rows(entry.path, model, lowered.schedules)
+    src = (
+        None if axis in rows and one is not None and not one.is_partial() else one
+        for axis, one in enumerate(entry.src)
+    )
+    return replace(entry, src=tuple(src))
 
 
 def _is_of_sequence(site: Site, step: SiteStep, traced: TensorTrace) -> bool:
@@ -312,18 +333,18 @@ def _is_retained(entry: Entry) -> bool:
 
 
 def _add(plan: Plan, entry: GeneratedEntry, pattern: str) -> None:
+    before = len(plan._entries)
     _add_call(plan, entry, pattern)
     if entry.lines:
-        plan._entries[-1] = replace(plan._entries[-1], line=", ".join(entry.lines))
+        line = ", ".join(entry.lines)
+        plan._entries[before:] = [replace(one, line=line) for one in plan._entries[before:]]
 
 
 def _add_call(plan: Plan, entry: GeneratedEntry, pattern: str) -> None:
     separator = "." if entry.tensor.startswith("<") else r"\."
     path = f"{pattern}{separator}{entry.tensor}" if pattern else entry.tensor
     if entry.src is not None and entry.tensor.startswith("<"):
-        plan.redistribute(
-            path, entry.src, entry.dst, grad_src=entry.grad_src, grad_dst=entry.grad_dst
-        )
+        _add_redistribution(plan, path, entry)
         return
     axes = [axis for axis, dst in zip(plan.axes, entry.dst, strict=True) if dst != Replicate()]
     dst = [placement for placement in entry.dst if placement != Replicate()]
@@ -331,3 +352,22 @@ def _add_call(plan: Plan, entry: GeneratedEntry, pattern: str) -> None:
         plan.redistribute(path, [Replicate()] * len(dst), dst, axes)
     else:
         plan.annotate(path, dst, axes)
+
+
+def _add_redistribution(plan: Plan, path: str, entry: GeneratedEntry) -> None:
+    """Adds an entry for the axes along which the current placement is known, and one for others."""
+    assert entry.src is not None
+    known = {axis: src for axis, src in zip(plan.axes, entry.src, strict=True) if src is not None}
+
+    def of_known(placements: Placements | None) -> list[Placement]:
+        assert placements is not None
+        return [one for axis, one in zip(plan.axes, placements, strict=True) if axis in known]
+
+    if known:
+        plan.redistribute(
+            path, [*known.values()], of_known(entry.dst), [*known],
+            grad_src=of_known(entry.grad_src), grad_dst=of_known(entry.grad_dst),
+        )  # fmt: skip
+    for axis, dst in zip(plan.axes, entry.dst, strict=True):
+        if axis not in known:
+            plan.shard(path, dst, axis)
