@@ -125,6 +125,8 @@ def test_pipelines_have_the_losses_of_one_device_that_runs_their_microbatches(
         base | {"dp_shard": 2, "static": True, "pp_schedule": "ZBVZeroBubble"},
     ]
     assert train_runs(4, runs, out=tmp_path / "four") == [pytest.approx(one, abs=1e-6)] * 2
+    if recipe == "float8-block":
+        return  # this model has 128 features
     base |= {"micro_batch": 4, "pp_microbatches": 4, "tp": 2, "sp": True}
     runs = [base, base | {"static": True}]
     eager, static = train_runs(4, runs, out=tmp_path / "tp")
