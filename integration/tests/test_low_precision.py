@@ -101,6 +101,52 @@ def test_products_and_policies_have_losses_near_those_of_one_device(train_runs, 
     assert experts == pytest.approx(mixtral, abs=1e-3)
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["float8-block", *RECIPES])
+def test_pipelines_have_the_losses_of_one_device_that_runs_their_microbatches(
+    recipe, train_runs, tmp_path
+):
+    """Stages of one rank have the bits of one device; scales of tokens are of a microbatch."""
+    base = {"precision": recipe, "global_batch": 4}
+    if recipe == "float8-block":
+        base["model"] = _in_blocks("llama", tmp_path)
+    (one,) = train_runs(1, [base | {"micro_batch": 1}], out=tmp_path / "one")
+    base |= {"pp_degree": 2}
+    runs = [
+        base | {"micro_batch": 4, "pp_microbatches": 4, "pp_schedule": schedule, "system": system}
+        for schedule in ("1F1B", "ZBVZeroBubble")
+        for system in ("single", "plan")
+    ]
+    assert train_runs(2, runs, out=tmp_path / "two") == [one] * len(runs)
+    base |= {"system": "plan", "micro_batch": 2, "pp_microbatches": 2}
+    runs = [
+        base | {"dp_shard": 2},
+        base | {"dp_shard": 2, "static": True, "pp_schedule": "ZBVZeroBubble"},
+    ]
+    assert train_runs(4, runs, out=tmp_path / "four") == [pytest.approx(one, abs=1e-6)] * 2
+    if recipe == "float8-block":
+        return  # this model has 128 features
+    base |= {"micro_batch": 4, "pp_microbatches": 4, "tp": 2, "sp": True}
+    runs = [base, base | {"static": True}]
+    eager, static = train_runs(4, runs, out=tmp_path / "tp")
+    assert eager == static == pytest.approx(one, abs=1e-3)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_pipelines_of_experts_have_losses_near_those_of_one_device(train_runs, tmp_path):
+    base = {"precision": "float8-rowwise", "global_batch": 4, "model": "mixtral-tiny"}
+    (one,) = train_runs(1, [base | {"micro_batch": 1}], out=tmp_path / "one", steps=2)
+    base |= {"pp_degree": 2, "micro_batch": 4, "pp_microbatches": 4}
+    runs = [base, base | {"system": "plan"}]
+    assert train_runs(2, runs, out=tmp_path / "two", steps=2) == [one, one]
+    base |= {"system": "plan", "micro_batch": 2, "pp_microbatches": 2, "dp_shard": 2}
+    runs = [base, base | {"ep": 2}]
+    for losses in train_runs(4, runs, out=tmp_path / "four", steps=2):
+        assert losses == pytest.approx(one, abs=1e-3)
+
+
 def test_blocks_that_do_not_fit_are_refused_before_the_model_changes():
     model = build_model(DECODERS["llama-tiny"], seed=0)
     policies = LayerPolicies(precision="float8-block", precision_exclude="lm_head")

@@ -72,7 +72,8 @@ def test_live_tensors_count_the_operands_of_a_weight_without_memory_of_its_own()
     device, form = torch.device("cpu"), GatheredOperand(Float8Block("reference", 16))
     weight = form.unsharded((32, 2064), torch.float32, device, lambda direction: None)
     assert "2064)" not in live_tensors()
-    rows = form.quantize(torch.ones(32, 2064), None, "forward")
+    shape = (32, 2064)
+    rows = form.quantize(torch.ones(shape), None, "forward", begin=0, shape=shape)
     form.fill(weight, rows, None, "forward")
     (row,) = [line for line in live_tensors().splitlines() if "float8" in line]
     assert row.split()[:4] == ["0.063", "MiB", "1", "x"]  # under the shape of any of its views

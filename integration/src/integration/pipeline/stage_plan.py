@@ -16,14 +16,23 @@ from torch.distributed.tensor.placement_types import Placement
 
 from integration.pipeline.families import PassedTensor
 from integration.pipeline.stage_context import StageContext
-from integration.systems.zoo import add_layer_policies, plan_of
+from integration.systems.zoo import add_layer_policies, plan_of, precision_error
 from plan_api import Plan, installed, parallelize
 
 
 def parallelize_stage(part: nn.Module, context: StageContext) -> nn.Module:
-    """Applies the plan of the full model to a part of it."""
+    """Applies the plan of the full model to a part of it.
+
+    Raises:
+        UsageError: a recipe of ``--precision`` does not fit a layer.
+    """
     mode: Literal["static", "eager"] = "static" if context.degrees.static else "eager"
-    model = parallelize(part, stage_plan(part, context), mode=mode)
+    try:
+        model = parallelize(part, stage_plan(part, context), mode=mode)
+    except ValueError as error:
+        if (usage_error := precision_error(context.layer_policies, error)) is not None:
+            raise usage_error from error
+        raise
     if mode == "static":
         _show_leaves(model)
     return model
@@ -49,8 +58,9 @@ def stage_plan(part: nn.Module, context: StageContext) -> Plan:
     """Returns the plan of a stage, with the placements of what stages pass on."""
     family, following = context.family, _unit_after(context)
     plan = plan_of(
-        context.shape, context.mesh, context.degrees, in_pipeline=True, apart=context.tied
-    )
+        context.shape, context.mesh, context.degrees, in_pipeline=True, apart=context.tied,
+        precision=context.layer_policies.precision,
+    )  # fmt: skip
     add_layer_policies(plan, context.layer_policies, context.shape, len(context.chain.layers))
     plan = plan.for_stage(part, context.model, last=following is None)
     if following is not None:

@@ -55,6 +55,7 @@ class PipelineSystem(System):
         self.accepts_deferred_init = inner.accepts_deferred_init
         self.plans_layers = inner.plans_layers
         self.has_documents = inner.has_documents
+        self.layer_policies = inner.layer_policies
         self._inner, self._layout = inner, layout
         self._one_device_random, self._router_options = one_device_random, router_options
         self._running: RankPipeline | None = None

@@ -84,7 +84,7 @@ class PlanSystem(System):
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Applies the plan, including fully_shard for ``dp_shard``."""
         del world_size
-        from integration.systems.zoo import add_layer_policies, plan_of
+        from integration.systems.zoo import add_layer_policies, plan_of, precision_error
         from plan_api import Plan, parallelize
 
         self.autocast(model)
@@ -96,8 +96,9 @@ class PlanSystem(System):
         mesh = init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         if self.make_plan is None:
             plan = plan_of(
-                shape, mesh, self.degrees, gathered=self.compute_dtype, balanced=self.has_documents
-            )
+                shape, mesh, self.degrees, gathered=self.compute_dtype,
+                balanced=self.has_documents, precision=self.layer_policies.precision,
+            )  # fmt: skip
         else:
             plan = self.make_plan(mesh, shape, self.degrees)
         if not isinstance(plan, Plan):
@@ -112,9 +113,8 @@ class PlanSystem(System):
         except ValueError as error:
             if str(error).startswith("overlap="):
                 raise UsageError(f"--{error}") from error
-            precision = self.layer_policies.precision
-            if precision != "none" and "precision(" in str(error):
-                raise UsageError(f"--precision {precision}: {error}") from error
+            if (usage_error := precision_error(self.layer_policies, error)) is not None:
+                raise usage_error from error
             if self.make_plan is None:
                 raise
             raise UsageError(f"--plan: {error}; correct it") from error

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from math import lcm
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from fsdp import Rows
+from integration.errors import UsageError
 from integration.models import DeepseekV3Shape, ModelShape
-from integration.systems.base import LayerPolicies
+from integration.systems.base import LayerPolicies, Precision
 from integration.systems.degrees import Degrees
 from integration.systems.fsdp import BLOCK_ROWS
 from plan_api import RECIPES, Phase, Plan, zoo
@@ -26,6 +28,7 @@ def plan_of(
     apart: Sequence[str] = (),
     gathered: torch.dtype | None = None,
     balanced: bool = False,
+    precision: Precision = "none",
 ) -> Plan:
     """Returns the plan of a model of ``shape``.
 
@@ -38,6 +41,7 @@ def plan_of(
         apart: names of modules that fully_shard is applied to, beside layers and root.
         gathered: dtype in which fully_shard gathers parameters; None: their own.
         balanced: whether context parallel ranks have tokens of equal area of each batch's mask.
+        precision: recipe of the linear layers, whose blocks fully_shard does not split.
     """
     names = mesh.mesh_dim_names or ()
     # An axis of one rank, where there is no other, shards nothing: torch would not view a batch of
@@ -67,8 +71,16 @@ def plan_of(
         axes = [*data, *["cp"] * ("cp" in names)]
         modules = (re.escape(shape.layers) + r"\.\d+", *map(re.escape, apart), "")
         reshard = False if in_pipeline else None
-        _fully_shard(plan, modules, axes, degrees, reshard, gathered)
+        policies = {"reshard_after_forward": reshard, **_policies(degrees, gathered)}
+        _fully_shard(plan, modules, axes, degrees, Rows(_block_rows(precision)), policies)
     return plan
+
+
+def _block_rows(precision: Precision) -> int:
+    """Returns the rows that stay on one rank: those of a block of an optimizer and of a recipe."""
+    return (
+        BLOCK_ROWS if precision == "none" else lcm(BLOCK_ROWS, RECIPES[precision]().feature_block)
+    )
 
 
 def add_layer_policies(plan: Plan, policies: LayerPolicies, shape: ModelShape, layers: int) -> None:
@@ -92,6 +104,18 @@ def add_layer_policies(plan: Plan, policies: LayerPolicies, shape: ModelShape, l
         plan.compile(rf"{prefix}\.\d+", policies.compile)
     if policies.precision != "none":
         plan.precision(policies.low_precision_path, RECIPES[policies.precision]())
+
+
+def precision_error(policies: LayerPolicies, error: ValueError) -> UsageError | None:
+    """Returns what a plan refuses as an error of ``--precision``; None if that is no reason.
+
+    Args:
+        policies: of the layers.
+        error: of `plan_api.parallelize`.
+    """
+    if policies.precision == "none" or "precision(" not in str(error):
+        return None
+    return UsageError(f"--precision {policies.precision}: {error}")
 
 
 def _keep_dispatched(plan: Plan, layers: str, shape: ModelShape) -> None:
@@ -139,8 +163,8 @@ def _fully_shard(
     modules: Sequence[str],
     axes: list[str],
     degrees: Degrees,
-    reshard: bool | None,
-    gathered: torch.dtype | None,
+    granularity: Rows,
+    policies: dict[str, Any],
 ) -> None:
     """Adds fully_shard of modules, the layers first, along some axes, flattened.
 
@@ -148,11 +172,7 @@ def _fully_shard(
     where ``dp_shard`` and ``cp`` have ranks beyond those of ``ep``.
     """
     copies = degrees.dp_replicate
-    options = {
-        "granularity": Rows(BLOCK_ROWS),
-        "reshard_after_forward": reshard,
-        **_policies(degrees, gathered),
-    }
+    options = {"granularity": granularity, **policies}
     if degrees.sends_tokens and degrees.dp_shard * degrees.cp > degrees.ep:
         rest = [axis for axis in axes if axis not in degrees.expert_axes]
         experts = rf"{modules[0]}\.mlp\.experts"

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from plan_api import Plan, installed, lower, parallelize, zoo
+from plan_api import Float8Rowwise, Plan, installed, lower, parallelize, zoo
 from plan_api.spec.path import PathKind
 from testkit import models
 
@@ -65,6 +65,18 @@ def test_a_stage_in_the_middle_has_entries_for_its_modules_and_arguments(mesh):
 def test_the_last_stage_has_those_of_the_models_output_too(mesh):
     texts, _, _ = stage_entries(mesh, last=True)
     assert texts[-1] == "<out:loss>"
+
+
+def test_a_recipe_is_of_the_stages_that_have_linear_layers(mesh):
+    model = Ends()
+    model.norm = nn.LayerNorm(4)
+    plan = Plan(mesh).precision(".*", Float8Rowwise())
+    assert plan.for_stage(Middle(model), model, last=False).entries == plan.entries
+    norm_only = nn.ModuleDict({"norm": model.norm})
+    assert not plan.for_stage(norm_only, model, last=True).entries
+    wrong = Plan(mesh).precision("norm", Float8Rowwise())
+    with pytest.raises(ValueError, match="expected linear layers or experts"):
+        lower(wrong.for_stage(norm_only, model, last=True), norm_only)
 
 
 def test_an_entry_that_names_nothing_in_the_model_stays_and_is_refused(mesh):

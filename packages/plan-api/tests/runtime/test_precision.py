@@ -119,22 +119,22 @@ def test_four_ranks_have_the_bits_of_accumulated_microbatches_in_each_layout(mod
 class Pair(nn.Module):
     """Two linear layers: the first sharded by its outputs, the second by its inputs."""
 
-    def __init__(self):
+    def __init__(self, features):
         super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.up, self.down = nn.Linear(features, 2 * features), nn.Linear(2 * features, features)
 
     def forward(self, x):
         return self.down(self.up(x))
 
 
-def _pair():
+def _pair(features=32):
     torch.manual_seed(1)
-    return Pair()
+    return Pair(features)
 
 
-def _data(samples, tokens):
+def _data(samples, tokens, features=32):
     torch.manual_seed(0)
-    return torch.randn(samples, tokens, 32), torch.randn(samples, tokens, 32)
+    return torch.randn(samples, tokens, features), torch.randn(samples, tokens, features)
 
 
 @pytest.mark.ranks
@@ -166,11 +166,11 @@ def test_data_parallel_gradients_have_the_bits_of_accumulated_microbatches():
     run_ranks(check, 2, timeout=240)
 
 
-def _gather_of_pair(recipe, mode, options, tp=1):
+def _gather_of_pair(recipe, mode, options):
     """Gradients, the bytes that forward gathers, and the values of parameters."""
-    mesh = init_device_mesh("cpu", (2, tp), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     rank = mesh.get_local_rank("dp")
-    plan = _pair_plan(mesh) if tp > 1 else Plan(mesh)
+    plan = Plan(mesh)
     plan.redistribute("<in>", R, Shard(0), "dp").precision(".*", recipe)
     plan.annotate(r".*\.grad", P, "dp")
     for path in ("up", "down", ""):
@@ -210,26 +210,77 @@ def test_weights_are_gathered_as_operands_where_granularities_keep_their_blocks(
     run_ranks(check, 2, timeout=240)
 
 
+def _traffic_of_pair(recipe, mode, options):
+    """Gradients; bytes sent by forward's gathers, by those in bytes, and by all-reduces; forms."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rank = mesh.get_local_rank("dp")
+    plan = _pair_plan(mesh).redistribute("<in>", R, Shard(0), "dp").precision(".*", recipe)
+    plan.annotate(r".*\.grad", P, "dp")
+    for path in ("up", "down"):
+        plan.fully_shard(path, "dp", reshard_after_forward=True, **options)
+    model = parallelize(_pair(256), plan, mode=mode, guard_steps=0, use=())
+    x, grad = _data(4, 20, 256)
+    with CommLog() as forward:
+        y = model(x)
+    with CommLog() as backward:
+        (y.to_local() if isinstance(y, DTensor) else y).backward(grad.chunk(2)[rank])
+    calls = [*forward.calls, *backward.calls]
+    sent = (
+        sum(one.input_bytes for one in forward.calls if one.op in ("send", "all_gather")),
+        sum(one.input_bytes for one in calls if one.op == "send" and one.dtype == "uint8"),
+        sum(one.input_bytes for one in calls if one.op == "all_reduce"),
+    )
+    values = {str(one) for one in installed(model).lowered.shard_values.values()}
+    return _gradients(model), sent, values
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 @quiet
-def test_weights_of_tensor_parallelism_are_gathered_as_operands_where_scales_are_local():
+def test_weights_that_tensor_parallelism_shards_are_gathered_as_operands():
+    """Magnitudes are reduced over the ranks of both axes, of which the second has one scale."""
     from fsdp import Block
 
     def check():
         for mode in ("eager", "static"):
             for recipe in RECIPES:
-                is_local = recipe.name in ("float8-block", "mxfp8")
-                grads, sent, values = _gather_of_pair(recipe, mode, {}, tp=2)
-                assert all(str(one) == f"operand={recipe}" for one in values.values())
-                assert len(values) == (2 if is_local else 0)
-                plain, plainly_sent, _ = _gather_of_pair(
-                    recipe, mode, {"granularity": Block(31)}, tp=2
-                )
+                grads, sent, values = _traffic_of_pair(recipe, mode, {})
+                assert values == {f"operand={recipe}"}
+                plain, plainly_sent, _ = _traffic_of_pair(recipe, mode, {"granularity": Block(31)})
                 _assert_equal(grads, plain)
-                # Of weights each rank has 2048 elements, beside biases of 64 and few scales.
-                if is_local:
-                    assert sent < 0.45 * plainly_sent, (recipe, sent, plainly_sent)
+                # Both passes gather; magnitudes are reduced by more all-reduces, or by fewer.
+                more = max(0, sent[2] - plainly_sent[2])
+                assert 0 < sent[1] + more <= 0.27 * 2 * plainly_sent[0], (recipe, sent)
+                assert not plainly_sent[1]
+
+    run_ranks(check, 4, timeout=240)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@quiet
+def test_operands_of_sharded_weights_have_the_bits_of_tensor_parallelism_alone():
+    """The largest element is on one rank; gathers of both orders of magnitudes find it."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        x, grad = _data(4, 20)
+        for recipe in RECIPES:
+            found = []
+            for mode, modules in (("eager", ()), ("eager", ("up", "down")), ("static", ("",))):
+                plan = _pair_plan(mesh).precision(".*", recipe)
+                for path in modules:
+                    plan.fully_shard(path, "dp")
+                model = _pair()
+                with torch.no_grad():
+                    model.up.weight[-1, -1] = model.down.weight[-1, -1] = 9.0
+                model = parallelize(model, plan, mode=mode, guard_steps=0)
+                y = model(x)
+                y = y.to_local() if isinstance(y, DTensor) else y
+                y.backward(grad)
+                found.append({"y": y.detach(), **_gradients(model)})
+            for one in found[1:]:
+                _assert_equal(one, found[0])
 
     run_ranks(check, 4, timeout=240)
 

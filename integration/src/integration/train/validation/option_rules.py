@@ -208,13 +208,6 @@ RULES: tuple[OptionRule, ...] = (
         "give one, or leave --precision-exclude out",
     ),
     OptionRule(
-        "precision",
-        "pp_degree",
-        lambda config: config.pp_degree == 1,
-        "--pp-degree 1, as the plans of stages have no recipes",
-        "leave either out",
-    ),
-    OptionRule(
         "overlap",
         "pp_degree",
         lambda config: config.pp_degree == 1,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import Replicate
 from dbuffer import BufferMemory, DBuffer, ResizableMemory
 from fsdp.collectives.all_gather import PlannedAllGather, UpdateGather
 from fsdp.collectives.comm import BufferSpec, CommStreams
+from fsdp.mesh import ParamPlacement
 from fsdp.param import FSDPParam
 from fsdp.quantized.byte_layout import (
     ALIGNMENT,
@@ -24,6 +26,7 @@ from fsdp.quantized.byte_layout import (
 )
 from fsdp.quantized.operands import Direction, OperandFormat
 from fsdp.quantized.tiles import Quantized, dequantize_into, quantize
+from ragged_shard import dim_of
 
 __all__ = ["QuantizedAllGather"]
 
@@ -58,6 +61,7 @@ class _Operand:
         shape: of this rank's part of the unsharded parameter.
         device: that computes.
         gather: as of `OperandFormat.unsharded`.
+        groups: those of ranks that shard rows (-2) and columns (-1) of its matrices.
     """
 
     def __init__(
@@ -67,17 +71,23 @@ class _Operand:
         shape: tuple[int, ...],
         device: torch.device,
         gather: Callable[[Direction], None],
+        groups: Mapping[int, Sequence[dist.ProcessGroup]],
     ) -> None:
-        self.form, self.shape, self._device = form, shape, device
+        self.form, self.shape, self._device, self._groups = form, shape, device, groups
         self.weight = form.unsharded(shape, dtype, device, gather)
-        self.maxima: torch.Tensor | None = None  # of all ranks, for the gather in flight
+        self.maxima: torch.Tensor | None = None  # of the sharing ranks, for the gather in flight
         self._memory: dict[Direction, ResizableMemory] = {}
         self._tensors: dict[Direction, list[torch.Tensor]] = {}
+
+    def sharing(self, direction: Direction) -> list[dist.ProcessGroup]:
+        """Returns the groups of ranks that share scales."""
+        return [group for dim in self.form.shares(direction) for group in self._groups[dim]]
 
     def acquire(self, direction: Direction) -> list[torch.Tensor]:
         """Returns the tensors that all ranks' rows are copied into, allocated."""
         if direction not in self._memory:
-            like = self.form.tensors(self.shape, direction)
+            flat = math.prod(self.shape[:-1]), self.shape[-1]
+            like = self.form.tensors(flat, direction)
             begins, end = [], 0
             for one in like:
                 begins.append(end)
@@ -131,11 +141,15 @@ class QuantizedAllGather(PlannedAllGather):
             ParamFormat(dtype, shape, param.tiles, param.operand)
             for shape, param in zip(shapes, params, strict=True)
         ]
+        own = buffers.mesh.get_group(buffers.mesh.ndim - 1)
         self._operands = {
-            i: _Operand(form.operand, dtype, form.shape, buffers.device, self.gather_missing)
+            i: _Operand(
+                form.operand, dtype, form.shape, buffers.device, self.gather_missing,
+                _sharding_groups(params[i].placement, len(form.shape), own),
+            )
             for i, form in enumerate(self._formats)
             if form.operand is not None
-        }
+        }  # fmt: skip
         self._two_sided = [i for i, one in self._operands.items() if one.form.differs_in_backward]
         self._others = [i for i in range(len(params)) if i not in self._operands]
         # What they are quantized from; under autocast, its dtype.
@@ -218,8 +232,10 @@ class QuantizedAllGather(PlannedAllGather):
             own = self._own(part.param)
             if form.operand is not None:
                 operand = self._operands[part.param]
-                rows = self._rows(part.param)
-                sent = form.operand.quantize(rows, operand.maxima, self._direction)
+                sent = form.operand.quantize(
+                    self._rows(part.param), operand.maxima, self._direction,
+                    begin=self._begin(part.param), shape=form.shape,
+                )  # fmt: skip
             elif form.tiles is not None:
                 quantized = quantize(own.view(view.tensors[0].shape), form.tiles)
                 sent = quantized.codes, quantized.scales
@@ -244,22 +260,32 @@ class QuantizedAllGather(PlannedAllGather):
         rows = rows.to(self._buffers.device, non_blocking=True)
         return rows.to(self._dtype).to(self._source_dtype)
 
+    def _begin(self, i: int) -> int:
+        """Returns the number of this rank's first row of an operand."""
+        return self._shard.layout.part(i, self._shard.rank).start // self._formats[i].shape[-1]
+
     def _reduce_maxima(self, params: set[int]) -> None:
-        """Reduces the largest magnitudes of blocks that ranks share, in one collective."""
-        shared: list[_Operand] = []
+        """Reduces the largest magnitudes of blocks that ranks share, in a collective per group."""
+        shared: dict[dist.ProcessGroup, list[_Operand]] = {}
+        maxima: dict[_Operand, torch.Tensor] = {}
         for i in sorted(params & set(self._operands)):
             operand = self._operands[i]
-            operand.maxima = operand.form.maxima(self._rows(i), self._direction)
-            if operand.maxima is not None:
-                shared.append(operand)
-        if not shared:
-            return
-        maxima = [one.maxima for one in shared if one.maxima is not None]
-        together, mesh = torch.cat(maxima), self._buffers.mesh
-        dist.all_reduce(together, dist.ReduceOp.MAX, mesh.get_group(mesh.ndim - 1))
-        parts = together.split([one.numel() for one in maxima])
-        for operand, part in zip(shared, parts, strict=True):
-            operand.maxima = part
+            groups = operand.sharing(self._direction)
+            for group in groups:
+                shared.setdefault(group, []).append(operand)
+            if groups:
+                maxima[operand] = operand.form.maxima(
+                    self._rows(i), self._direction, begin=self._begin(i), shape=operand.shape
+                )
+        for group, operands in shared.items():
+            together = torch.cat([maxima[one] for one in operands])
+            # Ranks of axes of other parallelism have the same rows, maybe none.
+            if together.numel():
+                dist.all_reduce(together, dist.ReduceOp.MAX, group)
+            parts = together.split([maxima[one].numel() for one in operands])
+            maxima.update(zip(operands, parts, strict=True))
+        for operand in self._operands.values():
+            operand.maxima = maxima.get(operand)
 
     @torch.no_grad()
     def _copy_out(self, buffer: DBuffer) -> None:
@@ -274,7 +300,7 @@ class QuantizedAllGather(PlannedAllGather):
             if form.operand is not None:
                 if part.param not in targets:
                     targets[part.param] = self._operands[part.param].acquire(self._direction)
-                whole = self._formats[part.param].shape[0]
+                whole = math.prod(form.shape[:-1])
                 row = part.begin // form.shape[-1]
                 for target, tensor in zip(targets[part.param], view.tensors, strict=True):
                     rows_of_one = whole // target.shape[0]  # that have a row of scales
@@ -316,6 +342,26 @@ class QuantizedAllGather(PlannedAllGather):
         elif not self._unsharded.allocated:
             self._unsharded.acquire()
         self._unsharded.set_placements([Replicate()] * self._unsharded.mesh.ndim)
+
+
+def _sharding_groups(
+    placement: ParamPlacement | None, dims: int, own: dist.ProcessGroup
+) -> dict[int, list[dist.ProcessGroup]]:
+    """Returns the groups of ranks that shard rows (-2) and columns (-1) of a weight's matrices.
+
+    Args:
+        placement: of the weight on axes of other parallelism.
+        dims: of the weight.
+        own: that of fully_shard, which shards rows.
+    """
+    groups: dict[int, list[dist.ProcessGroup]] = {-2: [own], -1: []}
+    if placement is not None:
+        mesh = placement.spec.mesh
+        for axis, one in enumerate(placement.spec.placements):
+            dim = dim_of(one)
+            if dim is not None and dim - dims in groups and mesh.size(axis) > 1:
+                groups[dim - dims].append(mesh.get_group(axis))
+    return groups
 
 
 def _direction(*, for_backward: bool) -> Direction:

@@ -86,11 +86,11 @@ def checked_operand(
         extension: whether the parameter has ``fsdp_pre_all_gather``.
 
     Raises:
-        ValueError: the parameter is no matrix of floats, has ``fsdp_pre_all_gather``, or other axes
-            give ranks parts of different sizes.
+        ValueError: the parameter has no matrices of floats, has ``fsdp_pre_all_gather``, or other
+            axes give ranks parts of different sizes.
     """
     found = None
-    if param.ndim != 2 or not param.is_floating_point():
+    if param.ndim not in (2, 3) or not param.is_floating_point():
         found = f"a {param.dtype} of {tuple(param.shape)}"
     elif extension:
         found = f"a {type(param.data).__name__} with fsdp_pre_all_gather"
@@ -98,8 +98,8 @@ def checked_operand(
         found = "of which other axes have parts of different sizes"
     if found is not None:
         raise ValueError(
-            f"fully_shard: quantize_fn: expected a matrix of floats with equal parts on other axes "
-            f"for {form}, got {name!r}, {found}; return None for it"
+            f"fully_shard: quantize_fn: expected a matrix of floats, or those of experts, with "
+            f"equal parts on other axes for {form}, got {name!r}, {found}; return None for it"
         )
     return form
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from plan_api.lowering.fully_shard import entry_for, is_sharded_by_plan
 from plan_api.lowering.ir import FullyShard, ModulePolicy, Schedule, ShardValues
 from plan_api.lowering.model_names import is_inside
+from plan_api.ops.low_precision.experts import expert_weights, is_experts
 from plan_api.ops.low_precision.recipes import Recipe
 from plan_api.ops.low_precision.weights import GatheredOperand
 from plan_api.spec.fully_shard_package import find_fully_shard
@@ -34,15 +35,15 @@ def values_with_operands(
     """Adds the recipes of weights that are quantized before they are gathered.
 
     Others are gathered in the dtype of compute, and quantized afterwards, to the same bits: those
-    that other modules use, of which the plan shards elements with one scale while they are used,
-    that a granularity would split in blocks with a scale, that stay gathered, or that are in
-    compiled modules; and where backward gathers other bytes than forward, those that are resharded
-    over fewer ranks.
+    that other modules use, of which the plan gives ranks unequal parts while they are used, that a
+    granularity would split in blocks with a scale, that stay gathered, or that are in compiled
+    modules; and where backward gathers other bytes than forward, those that are resharded over
+    fewer ranks.
 
     Args:
         values: of parameters, by their first names.
         model: any; it is not changed.
-        precisions: the recipes of linear layers, by path.
+        precisions: the recipes of linear layers and experts, by path.
         compiled: the paths of compiled modules.
         entries: of fully_shard, by path.
         schedules: of parameters, by their first names.
@@ -56,27 +57,32 @@ def values_with_operands(
             continue
         before, form = values.get(name, ShardValues()), GatheredOperand(recipe)
         run = () if schedule is None else schedule.run
-        # Of sharded weights `resolve_precision` has checked that each rank's has whole blocks.
-        keeps_scales = form.has_local_scales or all(one.is_replicate() for one in run)
+        # `resolve_precision` has checked that each rank's part has whole blocks.
+        shape = _even_shape(model.get_parameter(name), run, mesh)
         if (
-            keeps_scales
+            shape is not None
             and before.quantize is None
             and not any(is_inside(name, path) for path in compiled)
-            and _gathers(entry, form, before, _local_shape(model.get_parameter(name), run, mesh))
+            and _gathers(entry, form, before, shape)
         ):
             found[name] = replace(before, operand=recipe)
     return found
 
 
-def _local_shape(
+def _even_shape(
     weight: nn.Parameter, placements: Sequence[Placement], mesh: DeviceMesh
-) -> tuple[int, ...]:
-    """Returns the shape of one rank's part, of equal parts."""
+) -> tuple[int, ...] | None:
+    """Returns the shape of each rank's part; None: they are not equal."""
     shape = list(weight.shape)
     for axis, placement in enumerate(placements):
-        for dim in range(weight.ndim):
-            if getattr(placement, "dim", None) == dim:
-                shape[dim] //= mesh.size(axis)
+        dim, ranks = getattr(placement, "dim", None), mesh.size(axis)
+        if dim is None:
+            continue
+        # Of ragged-shard's: each part of a fused projection is sharded, in whole units.
+        parts = getattr(placement, "interleaves", 1) * getattr(placement, "unit", 1)
+        if shape[dim] % (ranks * parts):
+            return None
+        shape[dim] //= ranks
     return tuple(shape)
 
 
@@ -87,12 +93,13 @@ def recipes_of_weights(
 
     Args:
         model: any.
-        precisions: the recipes of linear layers, by path.
+        precisions: the recipes of linear layers and experts, by path.
     """
     recipes: dict[int, list[Recipe | None]] = {}
     for path, module in model.named_modules():
+        weights = expert_weights(module) if is_experts(module) else ("weight",)
         for key, param in module.named_parameters(recurse=False):
-            policy = precisions.get(path) if key == "weight" else None
+            policy = precisions.get(path) if key in weights else None
             recipes.setdefault(id(param), []).append(None if policy is None else policy.value)
     found = {}
     for name, param in model.named_parameters():

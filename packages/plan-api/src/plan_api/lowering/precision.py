@@ -18,7 +18,7 @@ from plan_api.ops.low_precision.experts import expert_weights, is_experts
 from plan_api.ops.low_precision.recipes import Recipe
 from plan_api.spec.entry import Entry, EntryKind
 
-__all__ = ["resolve_precision"]
+__all__ = ["names_layers", "resolve_precision"]
 
 
 def resolve_precision(
@@ -76,19 +76,25 @@ def resolve_precision(
     return found
 
 
+def names_layers(entry: Entry, model: nn.Module) -> bool:
+    """Whether an entry names linear layers or experts of a model."""
+    return any(_can_be_quantized(module) for _, module in _named(entry, model))
+
+
+def _named(entry: Entry, model: nn.Module) -> list[tuple[str, nn.Module]]:
+    modules = model.named_modules(remove_duplicate=False)
+    return [(name, module) for name, module in modules if entry.path.matches(name)]
+
+
+def _can_be_quantized(module: nn.Module) -> bool:
+    is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return is_linear or is_experts(module)
+
+
 def _quantized_modules(entry: Entry, model: nn.Module) -> list[nn.Module]:
     """Returns the linear layers and experts that an entry names; it may name others, too."""
-    named = [
-        (name, module)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if entry.path.matches(name)
-    ]
-    found = [
-        module
-        for _, module in named
-        if (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
-        or is_experts(module)
-    ]
+    named = _named(entry, model)
+    found = [module for _, module in named if _can_be_quantized(module)]
     if not named:
         names = [name for name, _ in model.named_modules()]
         raise ValueError(

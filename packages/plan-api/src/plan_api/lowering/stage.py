@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from plan_api.lowering.model_names import named_state, resolve_argument
-from plan_api.spec.entry import Entry
+from plan_api.lowering.precision import names_layers
+from plan_api.spec.entry import Entry, EntryKind
 from plan_api.spec.path import PathKind, TensorPath
 
 __all__ = ["entries_of_stage"]
@@ -32,6 +33,10 @@ def entries_of_stage(
             yield from _under_other_names(entry, in_model, own, whole)
         if not matched and in_model:
             continue  # all that it names is on other stages
+        if entry.kind is EntryKind.PRECISION and (
+            names_layers(entry, model) and not names_layers(entry, stage)
+        ):
+            continue  # of the stage it names other modules only
         if entry.path.kind is PathKind.OUTPUT and "" in matched and not last:
             matched.remove("")
             if not matched:

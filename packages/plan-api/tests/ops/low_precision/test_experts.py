@@ -1,16 +1,20 @@
 """Experts multiply quantized operands, with scales of their own, on one device and sharded."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+import fsdp
 from plan_api import (
     MXFP8,
     Float8Block,
     Float8Rowwise,
     Float8Tensorwise,
+    GatheredOperand,
     Plan,
     installed,
     parallelize,
@@ -18,7 +22,7 @@ from plan_api import (
     zoo,
 )
 from plan_api.ops.low_precision.linear import LowPrecision, low_precision_linear
-from testkit import models, run_ranks
+from testkit import CommLog, models, run_ranks
 
 RECIPES = (
     Float8Tensorwise(),
@@ -34,14 +38,17 @@ TOKENS, HIDDEN = 80, 64
 class Layer(nn.Module):
     """The experts of Mixtral, and a router whose choices are given."""
 
-    def __init__(self, way="eager"):
+    def __init__(self, way="eager", experts=4):
         from transformers import MixtralConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
         super().__init__()
-        config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=96, num_local_experts=4)
+        config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=96, num_local_experts=experts)
         config._experts_implementation = way
         self.experts = MixtralExperts(config)
+        self._init_weights()
+
+    def _init_weights(self):
         torch.manual_seed(1)
         for param in self.parameters():
             nn.init.normal_(param, std=0.1)
@@ -50,10 +57,24 @@ class Layer(nn.Module):
         return self.experts(x, index, weights)
 
 
-def _inputs():
+class Transposed(Layer):
+    """The experts of GPT-OSS, whose products take the transposes of their weights."""
+
+    def __init__(self, way="eager", experts=4):
+        from transformers import GptOssConfig
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+        nn.Module.__init__(self)
+        config = GptOssConfig(hidden_size=HIDDEN, intermediate_size=96, num_local_experts=experts)
+        config._experts_implementation = way
+        self.experts = GptOssExperts(config)
+        self._init_weights()
+
+
+def _inputs(experts=4):
     torch.manual_seed(2)
-    x, logits = torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS, 4)
-    logits[:, 3] -= 3  # few tokens choose the last expert
+    x, logits = torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS, experts)
+    logits[:, -1] -= 3  # few tokens choose the last expert
     weights, index = logits.softmax(-1).topk(2)
     return x, index, weights
 
@@ -62,9 +83,9 @@ def _full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _step(model):
+def _step(model, experts=4):
     """The output and all gradients."""
-    x, index, weights = _inputs()
+    x, index, weights = _inputs(experts)
     x.requires_grad_()
     weights.requires_grad_()
     y = _full_with_grad(model(x, index, weights))
@@ -187,6 +208,93 @@ def test_expert_parallel_experts_have_the_bits_of_one_rank():
                     assert not _different(found, expected), (recipe, mode)
 
     run_ranks(check, 2, timeout=240)
+
+
+def _gathered(make, recipe, quantize):
+    """Three experts of fully_shard, whose boundary between two ranks is within an expert."""
+    model, options = make(experts=3), {}
+    use_low_precision(model, "experts", recipe)
+    if quantize is not None:
+        options["quantize_fn"] = lambda param: quantize if param.ndim == 3 else None
+    fsdp.fully_shard(model, strategy="native", reshard_after_forward=True, **options)
+    (group,) = model._get_fsdp_state().groups
+    ends = [group.shard.layout.part(i, 0).stop for i in range(2)]
+    whole = [param.shape[1] * param.shape[2] for param in model.parameters() if param.ndim == 3]
+    assert any(end % one for end, one in zip(ends, whole, strict=False))
+    with CommLog() as log:
+        found = _step(model, experts=3)
+    sent = sum(call.input_bytes for call in log.calls if call.op == "all_gather")
+    maxima = sum(call.input_bytes for call in log.calls if call.op == "all_reduce")
+    return found, sent, maxima
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [
+        (Layer, "grouped_mm"),
+        pytest.param(Layer, "eager", marks=pytest.mark.slow),
+        pytest.param(Transposed, "eager", marks=pytest.mark.slow),
+        pytest.param(Transposed, "grouped_mm", marks=pytest.mark.slow),
+    ],
+)
+def test_gathered_operands_of_experts_have_the_bits_of_quantizing_gathered_weights(make, way):
+    def check():
+        of_way = partial(make, way)
+        for recipe in RECIPES:
+            expected, plainly_sent, _ = _gathered(of_way, recipe, None)
+            transposed = make is Transposed
+            found, sent, maxima = _gathered(of_way, recipe, GatheredOperand(recipe, transposed))
+            assert not _different(found, expected)
+            # Each pass gathers the biases of GPT-OSS, too; one rank may have all of them.
+            biases = 2 * sum(4 * one.numel() for name, one in found.items() if "bias" in name)
+            assert sent - biases + maxima <= 0.27 * plainly_sent, recipe
+            if transposed:  # unexpectedly, so that each pass gathers the operands of both
+                found, more, _ = _gathered(of_way, recipe, GatheredOperand(recipe))
+                assert not _different(found, expected)
+                assert (more > 1.4 * sent) == GatheredOperand(recipe).differs_in_backward
+
+    run_ranks(check, 2, timeout=240)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:plan-api reduces gradients one by one")
+def test_mixtral_gathers_operands_of_experts_that_tensor_parallelism_shards():
+    """With fully_shard of layers, in both modes, and with TP on 4 ranks."""
+
+    def run(recipe, mode, mesh, **options):
+        torch.manual_seed(4)
+        model = models.mixtral(
+            hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=4
+        )
+        models.reinitialize(model, 1)
+        plan = zoo.mixtral(mesh, tp="tp", dp="dp").precision(r".*\.experts", recipe)
+        for path in (r"model\.layers\.\d+", ""):
+            plan.fully_shard(path, "dp", **options)
+        parallelize(model, plan, mode=mode, guard_steps=0)
+        values = installed(model).lowered.shard_values
+        ids = torch.arange(32).view(4, 8) % models.VOCABULARY
+        with CommLog() as log:
+            loss = model(input_ids=ids, labels=ids).loss
+        sent = sum(call.input_bytes for call in log.calls if call.op in ("send", "all_gather"))
+        loss.backward()
+        grads = {name: _full(param.grad) for name, param in model.named_parameters()}
+        names = {name.rpartition(".")[2] for name, one in values.items() if one.operand == recipe}
+        return {"loss": _full(loss), **grads}, sent, names
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for recipe in RECIPES:
+            for mode in ("eager", "static"):
+                found, sent, names = run(recipe, mode, mesh)
+                assert names == {"gate_up_proj", "down_proj"}
+                expected, plainly_sent, names = run(recipe, mode, mesh, granularity=fsdp.Block(31))
+                assert not names
+                assert not _different(found, expected)
+                assert sent < plainly_sent
+
+    run_ranks(check, 4, timeout=500)
 
 
 @pytest.mark.ranks

@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from plan_api.ops.low_precision.linear import FeatureGroups, LowPrecision, low_precision_linear
 
-__all__ = ["ExpertWeights", "expert_weights", "in_low_precision", "is_experts"]
+__all__ = [
+    "ExpertWeights", "expert_weights", "in_low_precision", "is_experts", "takes_transposes",
+]  # fmt: skip
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -35,6 +37,11 @@ def expert_weights(module: nn.Module) -> tuple[str, ...]:
     """Returns the names of the parameters that have a matrix for each expert."""
     own = module.named_parameters(recurse=False)
     return tuple(name for name, param in own if param.ndim == 3 and param.is_floating_point())
+
+
+def takes_transposes(module: nn.Module) -> bool:
+    """Whether experts have weights (E, K, N), as those of GPT-OSS; otherwise they are (E, N, K)."""
+    return bool(getattr(module, "is_transposed", False))
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -14,34 +15,61 @@ from plan_api.ops.low_precision.recipes import Recipe, Scaling, check_recipe
 
 __all__ = ["GatheredOperand", "QuantizedWeight"]
 
+_aten = torch.ops.aten
 _Direction: TypeAlias = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
-class _Operands:
-    """The operands of one weight, which its aliases share.
+class _Gathered:
+    """The operands of one weight.
 
     Attributes:
-        differ_in_backward: whether products of backward take other bytes than those of forward.
+        directions: in which the operands of its matrices (False) and of their transposes (True) are
+            gathered; one of them only, if the other is its transpose.
         gather: gathers what is not found; see `fsdp.quantized.OperandFormat.unsharded`.
-        found: the quantized weight, and its quantized transpose if that has other bytes.
+        found: those of each matrix, by direction.
     """
 
-    differ_in_backward: bool
+    directions: Mapping[bool, _Direction]
     gather: Callable[[_Direction], None]
-    found: dict[_Direction, Quantized] = field(default_factory=dict)
+    found: dict[_Direction, tuple[Quantized, ...]] = field(default_factory=dict)
 
-    def of(self, direction: _Direction) -> Quantized:
-        """Returns the operand of a direction."""
+    def of(self, number: int, *, is_transposed: bool) -> Quantized:
+        """Returns the operand of a matrix, or of its transpose."""
+        direction = self.directions.get(is_transposed)
+        if direction is None:
+            return self.of(number, is_transposed=not is_transposed).transposed()
         if direction not in self.found:
             self.gather(direction)
-        return self.found[direction]
+        return self.found[direction][number]
+
+    def dequantized(self, number: int) -> torch.Tensor:
+        """Returns a matrix, from the operand that forward gathers."""
+        is_transposed = self.directions.get(True) == "forward"
+        operand = self.of(number, is_transposed=is_transposed).dequantized()
+        return operand.t() if is_transposed else operand
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """The operands of a weight, or of one matrix of a weight of experts.
+
+    Attributes:
+        shared: by all of them.
+        number: of the matrix; None: the weight has three dims.
+        is_transposed: whether the last two dims are transposed.
+    """
+
+    shared: _Gathered
+    number: int | None
+    is_transposed: bool = False
 
 
 class QuantizedWeight(OperandTensor):
-    """A weight (N, K) of which there are only operands of products, and no dequantized copy.
+    """A weight (N, K), or (E, N, K), of which there are only operands, and no dequantized copy.
 
-    An operator that takes no operands dequantizes, in a temporary tensor.
+    The weight of an expert, and transposes of matrices, share the operands. An operator that takes
+    no operands dequantizes, in a temporary tensor.
 
     Attributes:
         operands: those that are gathered at present.
@@ -50,31 +78,60 @@ class QuantizedWeight(OperandTensor):
     operands: _Operands
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Returns its shape, dtype and the operands that it has."""
-        return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, {sorted(self.operands.found)})"
+        """Returns its shape, dtype and the directions whose operands it has."""
+        found = sorted(self.operands.shared.found)
+        return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, {found})"
 
     def of_output(self) -> Quantized:
-        """Returns the right operand of the output's product: (N, K)."""
-        return self.operands.of("forward")
+        """Returns the right operand of the output's product, of two dims: (N, K)."""
+        own = self.operands
+        assert own.number is not None
+        return own.shared.of(own.number, is_transposed=own.is_transposed)
 
     def of_grad_input(self) -> Quantized:
-        """Returns the right operand of the product of the input's gradient: (K, N)."""
-        if self.operands.differ_in_backward:
-            return self.operands.of("backward")
-        return self.of_output().transposed()
+        """Returns the right operand of the product of the input's gradient, of two dims: (K, N)."""
+        own = self.operands
+        assert own.number is not None
+        return own.shared.of(own.number, is_transposed=not own.is_transposed)
 
     def plain(self) -> torch.Tensor:
         """Implements `OperandTensor`: dequantizes."""
-        return self.of_output().dequantized().to(self.dtype)
+        own = self.operands
+        if own.number is not None:
+            matrix = own.shared.dequantized(own.number)
+        else:
+            matrix = torch.stack([own.shared.dequantized(i) for i in range(self.shape[0])])
+        return (matrix.mT if own.is_transposed else matrix).to(self.dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Implements `OperandTensor`; one of the experts, and transposes, share the operands."""
+        own = args[0] if args and isinstance(args[0], cls) else None
+        if own is not None and func is _aten.select.int and own.ndim == 3 and args[1] == 0:
+            number = args[2] % own.shape[0]
+            return cls(own.shape[1:], own.dtype, own.device, replace(own.operands, number=number))
+        if own is not None and func is _aten.transpose.int:
+            first, second = sorted(dim % own.ndim for dim in args[1:])
+            if (first, second) == (own.ndim - 2, own.ndim - 1):
+                shape = *own.shape[:-2], own.shape[-1], own.shape[-2]
+                operands = replace(own.operands, is_transposed=not own.operands.is_transposed)
+                return cls(shape, own.dtype, own.device, operands)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @dataclass(frozen=True)
 class _Form:
-    """The operand of one direction.
+    """The operand of a matrix in one direction.
 
     Attributes:
         scaling: of the operand.
-        is_transposed: whether the operand is the weight's transpose.
+        is_transposed: whether the operand is the matrix' transpose.
     """
 
     scaling: Scaling
@@ -82,12 +139,12 @@ class _Form:
 
     @property
     def rows(self) -> int | None:
-        """The number of the weight's rows that share a scale; None: all, and so all ranks."""
+        """The number of the matrix' rows that share a scale; None: all, and so all ranks."""
         return self.scaling.inner if self.is_transposed else self.scaling.outer
 
     @property
     def columns(self) -> int | None:
-        """The number of the weight's columns that share a scale; None: all."""
+        """The number of the matrix' columns that share a scale; None: all."""
         return self.scaling.outer if self.is_transposed else self.scaling.inner
 
     @property
@@ -95,39 +152,72 @@ class _Form:
         """In which scales are sent; powers of two need no more than a byte."""
         return torch.float32 if self.scaling.scales == "float32" else torch.float8_e8m0fnu
 
-    def operand_of(self, weight: torch.Tensor) -> torch.Tensor:
-        """Returns rows of a weight, or scales of its blocks, as the operand has them, or back."""
-        return weight.t().contiguous() if self.is_transposed else weight
+    def operand_of(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Returns rows of a matrix, or scales of its blocks, as the operand has them, or back."""
+        return matrix.t().contiguous() if self.is_transposed else matrix
+
+    def blocks(self, rows: int, columns: int) -> tuple[int, int]:
+        """Returns the numbers of blocks along so many rows and columns of a matrix."""
+        return (
+            1 if self.rows is None else rows // self.rows,
+            1 if self.columns is None else columns // self.columns,
+        )
+
+    def amax(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the largest magnitudes of the blocks of rows, in the order of the operand."""
+        return amax_of(self.operand_of(rows), self.scaling)
+
+    def as_scales(self, maxima: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        """Returns flat magnitudes of blocks in the shape of the operand's scales."""
+        first, second = self.blocks(rows, columns)
+        return maxima.view(second, first) if self.is_transposed else maxima.view(first, second)
+
+    def quantize(
+        self, rows: torch.Tensor, maxima: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the elements of rows and the scales of their blocks, in the matrix' order.
+
+        Args:
+            rows: (n, K), of one matrix, or whole blocks of several.
+            maxima: flat; None: those of the rows.
+        """
+        amax = self.amax(rows) if maxima is None else self.as_scales(maxima, *rows.shape)
+        found = quantize(self.operand_of(rows), self.scaling, scales_of(amax, self.scaling))
+        return self.operand_of(found.data), self.operand_of(found.scales)
 
 
 @dataclass(frozen=True)
 class GatheredOperand:
-    """The form in which FSDP gathers the weight of a linear layer in low precision.
+    """The form in which FSDP gathers a weight of products in low precision.
 
-    A ``quantize_fn`` of ``fsdp.fully_shard`` returns it for weights of linear layers that
-    `use_low_precision` or `Plan.precision` quantize with the same recipe. Each rank quantizes its
-    rows, and float8 elements and scales are gathered; the products have the bits of quantizing the
-    gathered weight. Where the recipe gives backward other scales than forward (`Float8Rowwise`,
-    `MXFP8`), each of them gathers its own bytes.
+    A ``quantize_fn`` of ``fsdp.fully_shard`` returns it for weights of linear layers, and of
+    experts (E, N, K), that `use_low_precision` or `Plan.precision` quantize with the same recipe.
+    Each rank quantizes its rows, and float8 elements and scales are gathered; the products have the
+    bits of quantizing the gathered weight. Where the recipe gives backward other scales than
+    forward (`Float8Rowwise`, `MXFP8`), each of them gathers its own bytes. Where other axes shard
+    the weight, magnitudes of blocks that their ranks share are reduced.
 
     Attributes:
         recipe: of the layer.
+        transposed: whether products take the transposes of its matrices, as those of GPT-OSS's
+            experts do; otherwise each pass would gather the bytes of the other one, too.
     """
 
     recipe: Recipe
+    transposed: bool = False
     _forms: dict[_Direction, _Form] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Checks the recipe."""
         check_recipe("GatheredOperand", self.recipe)
         forward, backward = self.recipe.output.right, self.recipe.grad_input.right
-        forms: dict[_Direction, _Form] = {"forward": _Form(forward, is_transposed=False)}
+        forms: dict[_Direction, _Form] = {"forward": _Form(forward, self.transposed)}
         if forward != backward or not forward.is_square:
-            forms["backward"] = _Form(backward, is_transposed=True)
+            forms["backward"] = _Form(backward, not self.transposed)
         object.__setattr__(self, "_forms", forms)
 
     def __str__(self) -> str:
-        return f"operands of {self.recipe}"
+        return f"operands of {self.recipe}" + (", transposed" if self.transposed else "")
 
     # As fsdp.quantized.OperandFormat says.
 
@@ -136,47 +226,61 @@ class GatheredOperand:
         """Whether products of backward take other bytes than those of forward."""
         return "backward" in self._forms
 
-    @property
-    def has_local_scales(self) -> bool:
-        """Whether no scale is one of a whole row, column or matrix, in either direction.
-
-        Then ranks that shard a weight along either dim, in whole blocks, share no scale.
-        """
-        return all(one.rows is not None and one.columns is not None for one in self._forms.values())
-
     def block(self, shape: Sequence[int]) -> int:
         """Returns the elements of the rows that share scales in one direction or the other."""
         rows = max(form.rows or 1 for form in self._forms.values())
-        return max(1, min(rows, shape[0]) * shape[1])
+        return max(1, min(rows, shape[-2]) * shape[-1])
+
+    def shares(self, direction: _Direction) -> tuple[int, ...]:
+        """Returns the dims of a matrix, -2 or -1, all of whose elements share a scale."""
+        form = self._forms[direction]
+        sizes = {-2: form.rows, -1: form.columns}
+        return tuple(dim for dim, size in sizes.items() if size is None)
 
     def tensors(self, shape: Sequence[int], direction: _Direction) -> tuple[torch.Tensor, ...]:
-        """Returns meta tensors like the elements and, if they are not shared, the scales."""
+        """Returns meta tensors like the elements and, if not all rows share, the scales."""
         form = self._forms[direction]
-        elements = torch.empty(tuple(shape), dtype=form.scaling.dtype, device="meta")
+        rows, columns = shape
+        elements = torch.empty((rows, columns), dtype=form.scaling.dtype, device="meta")
         if form.rows is None:
             return (elements,)
-        blocks = shape[0] // form.rows, 1 if form.columns is None else shape[1] // form.columns
-        return elements, torch.empty(blocks, dtype=form.scales_dtype, device="meta")
+        scales = torch.empty(form.blocks(rows, columns), dtype=form.scales_dtype, device="meta")
+        return elements, scales
 
-    def maxima(self, rows: torch.Tensor, direction: _Direction) -> torch.Tensor | None:
-        """Returns the largest magnitudes of blocks that have all rows; None: there are none."""
+    def maxima(
+        self, rows: torch.Tensor, direction: _Direction, *, begin: int, shape: Sequence[int]
+    ) -> torch.Tensor:
+        """Returns magnitudes of the blocks of all matrices, if all rows share, or of the rows."""
         form = self._forms[direction]
         if form.rows is not None:
-            return None
-        return amax_of(form.operand_of(rows), form.scaling).flatten()
+            return form.amax(rows).flatten()
+        of_each = math.prod(form.blocks(*shape[-2:]))
+        found = rows.new_zeros(math.prod(shape[:-2]), of_each, dtype=torch.float32)
+        for number, part in _of_matrices(rows, begin, shape):
+            found[number] = form.amax(part).flatten()
+        return found.flatten()
 
     def quantize(
-        self, rows: torch.Tensor, maxima: torch.Tensor | None, direction: _Direction
+        self,
+        rows: torch.Tensor,
+        maxima: torch.Tensor | None,
+        direction: _Direction,
+        *,
+        begin: int,
+        shape: Sequence[int],
     ) -> tuple[torch.Tensor, ...]:
-        """Returns elements and, if they are not shared, scales."""
+        """Returns elements and, if not all rows share, scales."""
         form = self._forms[direction]
-        matrix = form.operand_of(rows)
-        amax = amax_of(matrix, form.scaling) if maxima is None else _as_scales(maxima, form)
-        found = quantize(matrix, form.scaling, scales_of(amax, form.scaling))
-        elements = form.operand_of(found.data)
-        if form.rows is None:
-            return (elements,)
-        return elements, form.operand_of(found.scales).to(form.scales_dtype)
+        if form.rows is not None:
+            elements, scales = form.quantize(rows, maxima)
+            return elements, scales.to(form.scales_dtype)
+        assert maxima is not None
+        of_each = maxima.view(math.prod(shape[:-2]), -1)
+        parts = [
+            form.quantize(part, of_each[number])[0]
+            for number, part in _of_matrices(rows, begin, shape)
+        ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts),)
 
     def unsharded(
         self,
@@ -186,7 +290,10 @@ class GatheredOperand:
         gather: Callable[[_Direction], None],
     ) -> QuantizedWeight:
         """Returns a weight without operands."""
-        return QuantizedWeight(shape, dtype, device, _Operands(self.differs_in_backward, gather))
+        directions = {form.is_transposed: name for name, form in self._forms.items()}
+        number = None if len(shape) == 3 else 0
+        operands = _Operands(_Gathered(directions, gather), number)
+        return QuantizedWeight(shape, dtype, device, operands)
 
     def fill(
         self,
@@ -195,23 +302,42 @@ class GatheredOperand:
         maxima: torch.Tensor | None,
         direction: _Direction,
     ) -> None:
-        """Gives a weight the operand of a direction."""
+        """Gives the matrices of a weight the operands of a direction."""
         assert isinstance(weight, QuantizedWeight)
-        form = self._forms[direction]
-        if maxima is None:
-            scales = form.operand_of(gathered[1]).float()
+        form, (rows, columns) = self._forms[direction], weight.shape[-2:]
+        if form.rows is None:
+            assert maxima is not None
+            of_each = maxima.view(math.prod(weight.shape[:-2]), -1)
+            amaxes = [form.as_scales(one, rows, columns) for one in of_each]
+            scales = [scales_of(one, form.scaling) for one in amaxes]
         else:
-            scales = scales_of(_as_scales(maxima, form), form.scaling)
-        weight.operands.found[direction] = Quantized(
-            form.operand_of(gathered[0]), scales, form.scaling
+            blocks = gathered[1].float().view(-1, *form.blocks(rows, columns))
+            scales = [form.operand_of(one) for one in blocks]
+        elements = gathered[0].view(-1, rows, columns)
+        weight.operands.shared.found[direction] = tuple(
+            Quantized(form.operand_of(one), of_one, form.scaling)
+            for one, of_one in zip(elements, scales, strict=True)
         )
 
     def clear(self, weight: torch.Tensor) -> None:
         """Drops the operands of a weight."""
         assert isinstance(weight, QuantizedWeight)
-        weight.operands.found.clear()
+        weight.operands.shared.found.clear()
 
 
-def _as_scales(maxima: torch.Tensor, form: _Form) -> torch.Tensor:
-    """Returns maxima in the shape of the operand's scales, of one block of the weight's rows."""
-    return maxima.view(-1, 1) if form.is_transposed else maxima.view(1, -1)
+def _of_matrices(
+    rows: torch.Tensor, begin: int, shape: Sequence[int]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields the rows of each matrix, and its number.
+
+    Args:
+        rows: (n, K), consecutive ones of a weight.
+        begin: the number of the first.
+        shape: of the weight.
+    """
+    done = 0
+    while done < len(rows):
+        number, first = divmod(begin + done, shape[-2])
+        count = min(shape[-2] - first, len(rows) - done)
+        yield number, rows[done : done + count]
+        done += count

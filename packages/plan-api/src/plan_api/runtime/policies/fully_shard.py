@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from plan_api.lowering.fully_shard import entry_for, is_sharded_by_plan
 from plan_api.lowering.ir import FullyShard, Schedule, ShardValues
 from plan_api.lowering.model_names import is_inside
+from plan_api.ops.low_precision.experts import is_experts, takes_transposes
 from plan_api.ops.low_precision.weights import GatheredOperand
 from plan_api.spec.fully_shard_package import find_fully_shard
 from plan_api.spec.policies import VALUES, PolicyValue
@@ -62,7 +63,7 @@ def apply_fully_shard(
         if any(one.granularity is not None for one in of_param.values()):
             options["shard_placement_fn"] = partial(_granularity_of, of_param)
         if any(one.quantize is not None or one.operand is not None for one in of_param.values()):
-            options["quantize_fn"] = partial(_form_of, of_param)
+            options["quantize_fn"] = partial(_form_of, of_param, _transposed_weights(model))
         key = entry.axes, options.pop("flat", False), options.pop("replicate", 1)
         if key not in meshes:
             meshes[key] = _mesh_of(entry, mesh)
@@ -83,11 +84,23 @@ def _granularity_of(of_param: Mapping[int, ShardValues], param: nn.Parameter) ->
     return None if value is None else value.make()
 
 
-def _form_of(of_param: Mapping[int, ShardValues], param: nn.Parameter) -> Any:
+def _transposed_weights(model: nn.Module) -> frozenset[int]:
+    """Returns the ids of the parameters of experts whose products take their transposes."""
+    return frozenset(
+        id(param)
+        for module in model.modules()
+        if is_experts(module) and takes_transposes(module)
+        for param in module.parameters(recurse=False)
+    )
+
+
+def _form_of(
+    of_param: Mapping[int, ShardValues], transposed: frozenset[int], param: nn.Parameter
+) -> Any:
     """Returns the form in which a parameter is gathered, or None."""
     values = of_param.get(id(param), ShardValues())
     if values.operand is not None:
-        return GatheredOperand(values.operand)
+        return GatheredOperand(values.operand, transposed=id(param) in transposed)
     return None if values.quantize is None else values.quantize.make()
 
 
