@@ -29,6 +29,7 @@ def test_the_command_line_overrides_toml_which_overrides_the_defaults(tmp_path):
         ("steps = 0", r"run\.toml: steps = 0: .*greater than or equal to 1"),
         ('steps = "many"', r"steps = 'many'"),
         ("dp_shard = 0", r"dp_shard = 0: .*expected at least 1, or -1, which takes the rest"),
+        ('cp_method = "ulysses-ring:1"', r"cp_method = 'ulysses-ring:1': .*with N of at least 2"),
         ("learning_rate = -1.0", r"learning_rate = -1\.0"),
         ("steps =", "is not valid TOML"),
     ],

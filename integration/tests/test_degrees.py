@@ -4,6 +4,8 @@ import pytest
 
 from integration.models import model_shape
 from integration.systems import Degrees
+from integration.systems.zoo import plan_of
+from testkit import fake_mesh
 
 pytestmark = pytest.mark.ranks
 
@@ -57,3 +59,13 @@ def test_a_product_trains_as_one_device_with_weights_drawn_on_shards_and_dropout
     options |= {"micro_batch": COMMON["micro_batch"] // degrees.data}
     (losses,) = train_runs(degrees.data * degrees.tp, [options], out=tmp_path, steps=STEPS)
     assert losses == pytest.approx(one_device(model), abs=model_shape(model).tolerance, rel=0)
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "dit-tiny"])
+def test_groups_of_ulysses_are_those_of_the_plan(model):
+    """Training on four ranks is in test_zoo_models.py."""
+    degrees = Degrees(cp=4, cp_method="ulysses-ring:2")
+    with fake_mesh((4,), ("cp",)) as mesh:
+        plan = plan_of(model_shape(model), mesh, degrees)
+    (context,) = (entry for entry in plan.entries if entry.kind.value == "context")
+    assert dict(context.options)["ulysses_degree"] == degrees.ulysses_degree == 2

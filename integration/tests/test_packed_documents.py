@@ -218,15 +218,16 @@ def test_products_train_as_one_device(ranks, model, train_runs, folder, tmp_path
     check(ranks, model, products, 20, train_runs, folder, tmp_path)
 
 
-PP = {"pp_degree": 2, "pp_microbatches": 2}
+PP, RECOMPUTED = {"pp_degree": 2, "pp_microbatches": 2}, {"activation_checkpointing": "full"}
+ZB, ZBV = {"pp_schedule": "InterleavedZeroBubble"}, {"pp_schedule": "ZBVZeroBubble"}
 OF_STAGES = {
     2: [
         PP | {"system": "single"}, PP | {"pp_schedule": "Interleaved1F1B", "system": "single"}, PP,
-        PP | STATIC,
+        PP | STATIC, PP | ZB | {"system": "single"}, PP | ZBV | RECOMPUTED,
     ],
     4: [
         PP | {"system": "fsdp"}, PP | FSDP, PP | FSDP | STATIC, PP | CP, PP | CP | STATIC,
-        PP | SP | {"activation_checkpointing": "full"},
+        PP | SP | RECOMPUTED, PP | CP | ZBV | STATIC, PP | CP | ZB | RECOMPUTED,
     ],
 }  # fmt: skip
 

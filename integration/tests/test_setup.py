@@ -146,6 +146,23 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             "--cp 3: expected a divisor of patches = 16, got 3; --cp 1 would fit",
         ),
         (
+            {"system": "plan", "cp": 6, "cp_method": "ulysses-ring:4"},
+            6,
+            "--cp-method ulysses-ring:4: expected a divisor of --cp 6 between 1 and 6, .*, got 4;"
+            " give ulysses-ring:N with N = 2 or 3",
+        ),
+        (
+            {"system": "plan", "cp": 2, "cp_method": "ulysses-ring:2"},
+            2,
+            "--cp-method ulysses-ring:2: expected .* got 2; use --cp-method ulysses, or another",
+        ),
+        (
+            {"system": "plan", "cp": 8, "tp": 2, "cp_method": "ulysses-ring:4"},
+            16,
+            "--cp-method ulysses-ring:4: expected 4 x --tp 2 to divide num_key_value_heads = 4,"
+            " got 8; give degrees whose product is 1, 2 or 4, or --cp-method ring",
+        ),
+        (
             {"system": "plan", "cp": 8, "model": "dit-tiny", "cp_method": "ulysses"},
             8,
             "ulysses: expected --cp 8 x --tp 1 to divide num_heads = 4, got 8; .* is 1, 2 or 4, or",

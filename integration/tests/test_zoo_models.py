@@ -59,7 +59,7 @@ OF_EXPERTS = {
     },
     8: {"FSDP x EP x TP": {"dp_shard": 4, "ep": 2, "tp": 2}},
 }  # fmt: skip
-# Products that shard sequences; a DiT has none beside TP.
+# Products that shard sequences.
 SHARDING_SEQUENCES = (*MODELS, "llama-tiny", "mixtral-tiny", "dit-tiny")
 OF_CONTEXT = {
     2: {
@@ -71,10 +71,16 @@ OF_CONTEXT = {
     },
     4: {
         "FSDP x CP": {"dp_shard": 2, "cp": 2},
+        "CP by Ulysses in a ring": {"cp": 4, "cp_method": "ulysses-ring:2"},
         "PP x CP, static": {"pp_degree": 2, "pp_microbatches": 2, "cp": 2, "static": True},
         "CP x TP + SP, static": SP | {"cp": 2, "static": True},
     },
 }  # fmt: skip
+# A DiT has none beside sp.
+OF_CONTEXT_AND_PATCHES = {
+    2: {},
+    4: {"CP x TP": {"cp": 2, "tp": 2}, "CP x TP, static": {"cp": 2, "tp": 2, "static": True}},
+}
 OF_CONTEXT_AND_EXPERTS = {
     2: {"CP with EP": {"cp": 2, "ep": 2}},
     4: {
@@ -115,7 +121,8 @@ def _products_of_context(model, ranks):
         found = found | OF_CONTEXT_AND_EXPERTS[ranks]
     if model != "dit-tiny":
         return found
-    return {name: options for name, options in found.items() if "tp" not in options}
+    found = {name: options for name, options in found.items() if "sp" not in options}
+    return found | OF_CONTEXT_AND_PATCHES[ranks]
 
 
 def _options(model, product):

@@ -33,7 +33,7 @@ from plan_api.context_parallel.kernels import select_kernel
 from plan_api.context_parallel.kernels.cpu import CpuFlash
 from plan_api.context_parallel.methods import ring
 from plan_api.context_parallel.order import areas, balanced_order
-from plan_api.context_parallel.tiles import divide_causal
+from plan_api.context_parallel.tiles import causal_strips, divide_causal
 from testkit import run_ranks
 
 CASES = [(method, order) for method in IMPLEMENTATIONS for order in ("contiguous", "zigzag")]
@@ -287,18 +287,19 @@ def masked_step(mask, mesh, tokens):
 def kernels_of(name, mesh, tokens):
     """Returns a function that runs only the kernels of this rank's forward of the ring."""
     query, key, value = local_inputs(mesh, tokens)
-    query = query.unflatten(1, (KV_HEADS, -1))
-    kernel, tiles = select_kernel(query, None), tiles_of(name, mesh.size(), tokens)
+    kernel = select_kernel(query.unflatten(1, (KV_HEADS, -1)), None)
+    rows, tiles = kernel.join(query.detach()), tiles_of(name, mesh.size(), tokens)
     divided = [
-        one
+        part
         for tile in tiles[mesh.get_local_rank()]
-        for one in divide_causal(tile, kernel.causal_queries, kernel.causal_strip)
+        for one in divide_causal(tile, kernel.causal_queries)
+        for part in causal_strips(one, *kernel.causal_strips)
     ]
 
     def work():
         with torch.no_grad():
             for tile in divided:
-                kernel.forward(query, key, value, tile)
+                kernel.forward(rows, key, value, tile)
 
     return work
 

@@ -122,5 +122,6 @@ def _key(options: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns what options of the same product have in common, whatever its degrees."""
     degrees = tuple(options.get(name, 1) > 1 for name in _DEGREES)
     flags = tuple(bool(options.get(name)) for name in _FLAGS)
-    method = options.get("cp_method", "ring") if options.get("cp", 1) > 1 else None
+    name = options.get("cp_method", "ring").partition(":")[0]
+    method = name if options.get("cp", 1) > 1 else None
     return (options["system"], method, *degrees, *flags)

@@ -42,6 +42,14 @@ class Stage(PipelineStage):
         with self._mask(bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Runs the gradients of weights, on the first stage all of them; zero-bubble schedules do.
+
+        Layers may be recomputed here, too.
+        """
+        with self._mask(bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
     def _mask(self, chunk: int) -> AbstractContextManager[None]:
         if not self.masks:
             return nullcontext()

@@ -1,5 +1,6 @@
 """The degrees of each kind of parallelism, for systems that compose several."""
 
+import re
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, get_args
 
@@ -16,6 +17,8 @@ _TwoAxes: TypeAlias = Literal["hsdp", "hfsdp"]
 Placements: TypeAlias = _OneAxis | _TwoAxes
 SendDtype: TypeAlias = Literal["bfloat16", "float8"]
 _SEND_DTYPES = {"bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
+_CONTEXT_METHODS = ("ring", "all-gather", "ulysses")
+_ULYSSES_RING = re.compile(r"ulysses-ring:(\d+)")
 # The value of ``--dp-shard`` that stands for the ranks which the other degrees leave.
 REST = -1
 
@@ -33,7 +36,8 @@ class Degrees:
             ``tp``.
         ep_chunks: parts in which a rank sends its tokens to experts.
         cp: context parallel degree.
-        cp_method: context parallel attention: ring, all-gather or ulysses.
+        cp_method: context parallel attention: ring, all-gather, ulysses, or ulysses-ring:N: ulysses
+            among N consecutive ranks, and a ring across these groups.
         tp: tensor parallel degree.
         sp: whether ``tp`` includes sequence parallelism.
         loss_parallel: whether logits are sharded along the vocabulary, by ``tp``, up to the loss.
@@ -81,6 +85,14 @@ class Degrees:
         return {name: size for name, size in sizes.items() if size > 1 or name in needed} or {
             "dp": 1
         }
+
+    @property
+    def ulysses_degree(self) -> int:
+        """Consecutive context parallel ranks that shard heads among each other; 1: none do."""
+        if self.cp_method == "ulysses":
+            return self.cp
+        groups = _ULYSSES_RING.fullmatch(self.cp_method)
+        return 1 if groups is None else int(groups[1])
 
     @property
     def offload_policy(self) -> OffloadPolicy:
@@ -197,11 +209,7 @@ class Degrees:
                 raise UsageError(
                     f"--{option}: expected --tp of at least 2, got 1; give --tp as well"
                 )
-        if self.cp_method != "ring" and self.cp == 1:
-            raise UsageError(
-                f"--cp-method {self.cp_method}: expected --cp of at least 2, got 1; give --cp as"
-                " well, or leave --cp-method out"
-            )
+        self._check_context_method()
         if self.zero3 and (self.dp_shard == 1 or self.dp_replicate > 1):
             raise UsageError(
                 "--zero3: expected --dp-shard of at least 2 without --dp-replicate, as it shards"
@@ -248,6 +256,29 @@ class Degrees:
                 " --dp-replicate, --cp, or --tp with --sp, whose ranks send each other tokens, got"
                 f" --ep {self.ep}{f' along --tp {self.tp}' * (self.ep > 1)}; give one of them as"
                 " well, or leave --ep-chunks out"
+            )
+
+    def _check_context_method(self) -> None:
+        """Refuses a method without ranks, and groups of ranks that no ring is across.
+
+        Raises:
+            UsageError: names the degrees that would fit, or another method.
+        """
+        option = f"--cp-method {self.cp_method}"
+        if self.cp_method != "ring" and self.cp == 1:
+            raise UsageError(
+                f"{option}: expected --cp of at least 2, got 1; give --cp as well, or leave"
+                " --cp-method out"
+            )
+        degree = self.ulysses_degree
+        fit = [each for each in divisors(self.cp) if 1 < each < self.cp]
+        if _ULYSSES_RING.fullmatch(self.cp_method) and degree not in fit:
+            remedy = "use --cp-method ulysses, or another --cp"
+            if fit:
+                remedy = f"give ulysses-ring:N with N = {alternatives(fit)}"
+            raise UsageError(
+                f"{option}: expected a divisor of --cp {self.cp} between 1 and {self.cp}, as a ring"
+                f" is across groups of so many ranks, got {degree}; {remedy}"
             )
 
     def _check_overlap(self) -> None:
@@ -312,3 +343,14 @@ def check_axes(placements: str, axes: int) -> None:
             f"--placements: expected one of {', '.join(known)} on {mesh}, got {placements}; give"
             f" one of them, or {remedy}"
         )
+
+
+def context_method(name: str) -> str:
+    """Refuses a name of no method of context parallel attention, as a ValueError."""
+    groups = _ULYSSES_RING.fullmatch(name)
+    if name not in _CONTEXT_METHODS and (groups is None or int(groups[1]) < 2):
+        raise ValueError(
+            f"expected {', '.join(_CONTEXT_METHODS)}, or ulysses-ring:N with N of at least 2, the"
+            f" ranks of a group that shard heads, got {name}; give one of them"
+        )
+    return name

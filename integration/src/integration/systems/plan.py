@@ -176,21 +176,22 @@ def _check_context(shape: ModelShape, degrees: Degrees) -> None:
                 " not view patches that both shard, got --sp; leave either out"
             )
         require_divisors(shape, ("patches",), "--cp", degrees.cp, degrees.fitting("cp"))
-    if degrees.cp_method == "ulysses":
+    if degrees.ulysses_degree > 1:
         field = "num_key_value_heads" if isinstance(shape, DecoderShape) else "num_heads"
         _require_heads(field, getattr(shape, field), degrees)
 
 
 def _require_heads(field: str, heads: int, degrees: Degrees) -> None:
-    """Refuses ranks that Ulysses cannot give a whole number of heads.
+    """Refuses ranks to which Ulysses cannot give a whole number of heads.
 
     Raises:
         UsageError: names the number of heads, and its divisors.
     """
-    ranks = degrees.cp * degrees.tp
+    ranks = degrees.ulysses_degree * degrees.tp
     if heads % ranks:
+        sharing = f"--cp {degrees.cp}" if degrees.cp_method == "ulysses" else degrees.ulysses_degree
         raise UsageError(
-            f"--cp-method ulysses: expected --cp {degrees.cp} x --tp {degrees.tp} to divide"
+            f"--cp-method {degrees.cp_method}: expected {sharing} x --tp {degrees.tp} to divide"
             f" {field} = {heads}, got {ranks}; give degrees whose product is"
             f" {alternatives(divisors(heads))}, or --cp-method ring"
         )

@@ -16,7 +16,7 @@ from integration.models import DeepseekV3Shape, ModelShape
 from integration.systems.base import LayerPolicies, Precision
 from integration.systems.degrees import Degrees
 from integration.systems.fsdp import BLOCK_ROWS
-from plan_api import RECIPES, Phase, Plan, zoo
+from plan_api import RECIPES, Phase, Plan, UlyssesRing, zoo
 
 
 def plan_of(
@@ -52,7 +52,9 @@ def plan_of(
     if degrees.loss_parallel:
         options["loss_parallel"] = True
     if "cp" in names:
-        options |= {"cp": "cp", "cp_method": degrees.cp_method}
+        in_groups = 1 < degrees.ulysses_degree < degrees.cp
+        method = UlyssesRing(degrees.ulysses_degree) if in_groups else degrees.cp_method
+        options |= {"cp": "cp", "cp_method": method}
         if balanced and degrees.cp_method != "ulysses":  # whose ranks have heads of all tokens
             options["cp_order"] = "balanced"
     if degrees.ep > 1:

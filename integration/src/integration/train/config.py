@@ -18,6 +18,7 @@ from integration.errors import UsageError
 from integration.models import RouterOptions
 from integration.systems import REST, Degrees, Placements, SendDtype, get_system
 from integration.systems.base import Backend, Precision, Recompute
+from integration.systems.degrees import context_method
 
 AUTO_RESUME = "auto"
 NEVER_RESUME = "never"
@@ -82,8 +83,9 @@ class TrainConfig:
     cp: Positive = 1
     """plan: context parallel degree; --dp-shard of at least 2 shards parameters over its ranks,
     too."""
-    cp_method: Literal["ring", "all-gather", "ulysses"] = "ring"
-    """plan: context parallel attention."""
+    cp_method: Annotated[str, AfterValidator(context_method)] = "ring"
+    """plan: context parallel attention: ring, all-gather, ulysses, or ulysses-ring:N: ulysses among
+    N consecutive ranks, as those of a host, and a ring across."""
     tp: Positive = 1
     """plan: tensor parallel degree."""
     sp: bool = False

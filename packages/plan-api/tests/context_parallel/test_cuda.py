@@ -57,6 +57,7 @@ def test_tiles_add_up_to_attention(dtype, mask):
     grad_key, grad_value = torch.zeros_like(key).float(), torch.zeros_like(value).float()
     for rank, own in enumerate(order.positions(query.device).chunk(2)):
         queries = grouped[:, :, :, own]
+        rows = kernel.join(queries.flatten(1, 2))
         merged = OnlineSoftmax(queries, value.shape[-1])
         block = block_tiles(mask, order.parts[rank], ((0, LENGTH),), LENGTH, LENGTH)
         options = [
@@ -67,14 +68,17 @@ def test_tiles_add_up_to_attention(dtype, mask):
             for tile in block.tiles
         ]
         for number, tile in enumerate(block.tiles):
-            part = kernel.forward(queries, key, value, tile, options[number])
+            part = kernel.forward(rows, key, value, tile, options[number])
             merged.add(tile, part.out, part.lse)
         out, lse = merged.result()
         close(out.flatten(1, 2), expected[:, :, own], dtype)
         grad_query = torch.zeros_like(queries).float()
         for number, tile in enumerate(block.tiles):
-            grad, output = upstream[:, :, :, own], AttentionOutput(out, lse)
-            found = kernel.backward(grad, queries, key, value, output, tile, options[number])
+            grad, *output = (
+                kernel.join(one.flatten(1, 2)) for one in (upstream[:, :, :, own], out, lse)
+            )
+            output = AttentionOutput(*output)
+            found = kernel.backward(grad, rows, key, value, output, tile, options[number])
             grad_query[:, :, :, tile.queries] += found.query
             grad_key[:, :, tile.keys] += found.key
             grad_value[:, :, tile.keys] += found.value

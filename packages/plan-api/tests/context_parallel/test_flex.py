@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plan_api import AttentionMask
 from plan_api.context_parallel import AttentionCall, AttentionTile, SequenceSharding, TokenOrder
-from plan_api.context_parallel.kernels import TileOptions, selection
+from plan_api.context_parallel.kernels import AttentionOutput, TileOptions, selection
 from plan_api.context_parallel.kernels.cuda import CudaEfficient, CudaFlash
 from plan_api.context_parallel.kernels.flex import Flex
+from plan_api.context_parallel.kernels.operators import Operators
 from plan_api.context_parallel.methods import block_attention
 from plan_api.context_parallel.methods.block_attention import Block, BlockBackward, BlockForward
 from plan_api.context_parallel.tiles import block_tiles
@@ -51,9 +52,8 @@ def attention_of_a_rank(mask, order, rank, tensors, upstream=None):
     output = forward.result(None)
     if upstream is None:
         return output.out, ()
-    backward = BlockBackward(
-        upstream[:, :, places[rank]], queries, key.shape[1], output, call, None
-    )
+    grad = upstream[:, :, places[rank]]
+    backward = BlockBackward(grad, forward.query, output, forward.kernels, call, None)
     grads = torch.zeros_like(key), torch.zeros_like(value)
     for block, at_hand in blocks:
         parts = torch.zeros_like(block.key), torch.zeros_like(block.value)
@@ -95,8 +95,7 @@ def test_blocks_of_a_rank_equal_tiles_and_one_device(monkeypatch, mask, dtype):
     order = SequenceSharding("zigzag", 2).token_order(LENGTH)
     by_tiles = [attention_of_a_rank(mask, order, rank, tensors, upstream) for rank in range(2)]
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(block_attention, "select_block_kernel", CountedFlex.select)
-    CountedFlex.calls = 0
+    CountedFlex.take_blocks(monkeypatch)
     by_blocks = [attention_of_a_rank(mask, order, rank, tensors, upstream) for rank in range(2)]
     assert CountedFlex.calls
     places = order.positions().chunk(2)
@@ -131,8 +130,8 @@ def test_a_converted_mask_is_that_of_one_device(mask):
 
 def test_causal_attention_is_of_tiles(monkeypatch):
     """Which have fused kernels without a mask."""
-    monkeypatch.setattr(block_attention, "select_block_kernel", CountedFlex.select)
-    order, CountedFlex.calls = SequenceSharding("zigzag", 2).token_order(LENGTH), 0
+    CountedFlex.take_blocks(monkeypatch)
+    order = SequenceSharding("zigzag", 2).token_order(LENGTH)
     attention_of_a_rank(AttentionMask(causal=True), order, 0, inputs(torch.float32)[:3])
     assert CountedFlex.calls == 0
 
@@ -185,8 +184,10 @@ def test_kernels_of_cuda_take_four_dims_without_those_of_groups(kernel, kind):
         mask = torch.ones(64, 64, device="meta", dtype=torch.bool) if kind == "masked" else None
         tile = AttentionTile(slice(None), slice(0, 64), slice(0, 64), kind)
         options, one = TileOptions(kind == "causal", mask), kernel(SCALE, 3)
-        output = one.forward(query, key, value, tile, options)
-        grads = one.backward(grad, query, key, value, output, tile, options)
+        rows, grad_rows = query.flatten(1, 2), grad.flatten(1, 2)
+        output = one.forward(rows, key, value, tile, options)
+        of_rows = AttentionOutput(output.out.flatten(1, 2), output.lse.flatten(1, 2))
+        grads = one.backward(grad_rows, rows, key, value, of_rows, tile, options)
     assert output.out.shape == grads.query.shape == query.shape
     assert output.lse.shape == query.shape[:-1]
     assert grads.key.shape == grads.value.shape == key.shape
@@ -199,8 +200,16 @@ class CountedFlex(Flex):
     calls = 0
 
     @classmethod
-    def select(cls, query, scale, *, has_dropout=False):
-        return cls(scale, query.shape[2])
+    def take_blocks(cls, monkeypatch):
+        """Selects it for blocks, and for tiles a kernel with its rows, as CUDA's are."""
+        kernels = {"select_block_kernel": cls, "select_kernel": Operators}
+        for name, kernel in kernels.items():
+            monkeypatch.setattr(
+                block_attention,
+                name,
+                lambda query, scale, kernel=kernel, **_: kernel(scale, query.shape[2]),
+            )
+        cls.calls = 0
 
     def _attention(self, *args):
         type(self).calls += 1

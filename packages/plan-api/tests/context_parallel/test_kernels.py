@@ -1,5 +1,6 @@
 """Tiles that are merged: also of queries that attend to nothing in a tile, or at all."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
@@ -20,7 +21,7 @@ def test_queries_that_attend_to_nothing_in_a_tile_take_the_others():
     kernel, merged = select_kernel(grouped, None), OnlineSoftmax(grouped, 8)
     for keys in (slice(0, 2), slice(2, 4)):
         tile = AttentionTile(slice(None), slice(0, 4), keys, "masked")
-        part = kernel.forward(grouped, key, value, tile, TileOptions(mask=mask[:, keys]))
+        part = kernel.forward(query, key, value, tile, TileOptions(mask=mask[:, keys]))
         merged.add(tile, part.out, part.lse)
     out, lse = (one.flatten(1, 2) for one in merged.result())
     assert_close(out, F.scaled_dot_product_attention(query, key, value, mask))
@@ -28,13 +29,21 @@ def test_queries_that_attend_to_nothing_in_a_tile_take_the_others():
     assert_close(lse, scores.masked_fill(scores == -torch.inf, 0.0))
 
 
-def test_long_and_short_documents_equal_one_device_in_float64():
-    """Causal tiles that are halved, divided into strips of other sizes, or neither."""
-    mask, length = AttentionMask.of_lengths([1030, 5, 128, 130]), 1293
-    inputs = [torch.randn(1, heads, length, 8, dtype=torch.float64) for heads in (3, 1, 1, 3)]
+@pytest.mark.parametrize(
+    ("lengths", "batch"),
+    [((1030, 5, 128, 130), 1), ((40, 7, 7, 40, 40, 40), 1), ((140, 140, 9, 140), 2)],
+    ids=str,
+)
+def test_long_short_and_equal_documents_equal_one_device_in_float64(lengths, batch):
+    """Causal tiles that are halved, divided into strips, joined if they are equal, or none."""
+    mask, length = AttentionMask.of_lengths(lengths), sum(lengths)
+    inputs = [torch.randn(batch, heads, length, 8, dtype=torch.float64) for heads in (6, 2, 2, 6)]
     order = SequenceSharding("contiguous", 1).token_order(length)
     call = AttentionCall(None, None, order, mask, None, "attention")
-    *actual, upstream = (one.clone().requires_grad_() for one in inputs)
+    # As projections make them: (batch, queries, heads, features), of which heads are moved.
+    *actual, upstream = (
+        one.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for one in inputs
+    )
     *expected, _ = (one.clone().requires_grad_() for one in inputs)
     out = ring_attention(*actual, call)
     reference = F.scaled_dot_product_attention(*expected, mask.dense(length), enable_gqa=True)

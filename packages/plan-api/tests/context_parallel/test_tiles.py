@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from plan_api import AttentionMask
 from plan_api.context_parallel import SequenceSharding, TokenOrder, tiles
 from plan_api.context_parallel.order import ORDERS
-from plan_api.context_parallel.tiles import block_tiles, divide_causal
+from plan_api.context_parallel.tiles import (
+    AttentionTile,
+    block_tiles,
+    causal_strips,
+    divide_causal,
+    join_equal,
+)
 
 
 @st.composite
@@ -31,7 +37,12 @@ def pairs_of(block, mask, order, rank, keys, strip):
     """
     own = torch.cat([torch.arange(*one) for one in order.parts[rank]])
     counts = torch.zeros(mask.rows, order.padded_length, order.padded_length, dtype=torch.int)
-    for tile in (part for whole in block.tiles for part in divide_causal(whole, 5, strip)):
+    divided = [part for whole in block.tiles for part in divide_causal(whole, 5)]
+    joined = join_equal(divided)
+    assert sum(tile.products for tile in joined) == sum(tile.products for tile in divided)
+    if strip:
+        joined = [part for one in joined for part in causal_strips(one, 1, strip)]
+    for tile in (part for one in joined for part in ranges_of(one)):
         if tile.kind == "causal":
             assert tile.queries.stop - tile.queries.start <= (strip or 5)
             assert (
@@ -48,6 +59,15 @@ def pairs_of(block, mask, order, rank, keys, strip):
         rows = tile.rows
         counts[rows, queries[:, None], places] += computed
     return counts
+
+
+def ranges_of(tile):
+    """Returns a tile of one range for each of a tile."""
+    found = []
+    while tile.count > 1:
+        first, tile = tile.split(1)
+        found.append(first)
+    return [*found, tile]
 
 
 @given(
@@ -116,3 +136,40 @@ def test_few_products_of_documents_and_windows_are_in_vain():
 def test_cross_attention_without_a_mask_is_one_tile():
     (tile,) = block_tiles(AttentionMask(), ((0, 4),), ((0, 8),), 3, 7).tiles
     assert (tile.queries, tile.keys, tile.kind) == (slice(0, 3), slice(0, 7), "full")
+
+
+def test_documents_of_one_length_are_one_tile_of_each_of_their_strips():
+    tiles = [
+        AttentionTile(slice(None), slice(first, last), slice(first, last), kind)
+        for first, last, kind in [
+            (0, 6, "causal"), (6, 12, "causal"), (12, 18, "causal"), (18, 24, "full"),
+            (24, 28, "causal"), (28, 34, "causal"),
+        ]
+    ]  # fmt: skip
+    documents, full, short, other = join_equal(tiles)
+    assert (documents.count, documents.step, documents.products) == (3, 6, 3 * 21)
+    assert [full, short, other] == tiles[3:]  # of which the last is at another distance
+    assert [one.start for one in documents.query_ranges] == [0, 6, 12]
+    early, late = causal_strips(documents, 3, 3)
+    assert (early.queries, early.keys, early.count) == (slice(0, 3), slice(0, 3), 3)
+    assert (late.queries, late.keys, late.count) == (slice(3, 6), slice(0, 6), 3)
+    assert [*causal_strips(full, 2, 3)] == [full]
+    numbers = torch.arange(68).view(1, 1, 68)  # two for each query
+    assert late.of_rows(numbers, 2)[0, 0].tolist() == [
+        [12 * number + place for place in range(6, 12)] for number in range(3)
+    ]
+    assert late.of_keys(numbers)[0, 0, 1].tolist() == [6, 7, 8, 9, 10, 11]
+    assert late.of_queries(numbers[None])[0, 0, 0, 1].tolist() == [9, 10, 11]
+
+
+def test_strips_of_several_documents_are_a_quarter_within_bounds():
+    def strips(length, count):
+        one = slice(0, length)
+        tile = AttentionTile(slice(None), one, one, "causal", count, length)
+        return [one.queries.stop - one.queries.start for one in causal_strips(tile, 64, 128)]
+
+    assert strips(40, 2) == [40]
+    assert strips(130, 2) == [43, 43, 44]
+    assert strips(400, 2) == [100] * 4
+    assert strips(1024, 2) == [128] * 8
+    assert strips(130, 1) == [65, 65]

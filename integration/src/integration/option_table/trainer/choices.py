@@ -180,6 +180,15 @@ PARALLELISM: tuple[Choice, ...] = (
         )
         for method in ("ring", "all-gather", "ulysses")
     ),
+    # Degrees beside it would need eight ranks.
+    _plan(
+        "--cp 4 --cp-method ulysses-ring:2",
+        "the output layer gets a quarter of each sequence; all-to-alls of heads, and sends",
+        lambda seen: _head(seen)[0] == _SEQUENCE // 4 and _has(seen, "all_to_all", "send"),
+        cp=4,
+        cp_method="ulysses-ring:2",
+        **dict.fromkeys(("dp_replicate", "dp_shard", "ep", "tp"), 1),
+    ),
     _plan(
         "--static",
         "modules compute on plain tensors",

@@ -16,7 +16,7 @@ class OnlineSoftmax:
     Gimelshein, arXiv 1805.02867; Liu et al., "Ring Attention", arXiv 2310.01889).
 
     Args:
-        query: (batch, ..., queries, features), with any dims of heads, of any floating dtype.
+        query: (batch, key-value heads, groups, queries, features), of any floating dtype.
         features: of values.
     """
 
@@ -32,12 +32,12 @@ class OnlineSoftmax:
 
         Args:
             tile: whose queries.
-            out: (batch, ..., queries of the tile, features).
-            lse: (batch, ..., queries of the tile), natural logarithm; minus infinity where a
-                query attends to nothing.
+            out: (batch, key-value heads, groups, queries of the tile, features), with a dim of
+                ranges before that of queries if the tile has several.
+            lse: as ``out`` without features, natural logarithm; minus infinity where a query
+                attends to nothing.
         """
-        merged_out = self._out[tile.rows, ..., tile.queries, :]
-        merged_lse = self._lse[tile.rows, ..., tile.queries]
+        merged_out, merged_lse = tile.of_queries(self._out), tile.of_queries(self._lse)
         if not self._seen.add(tile):
             merged_out.copy_(out)
             merged_lse.copy_(lse)

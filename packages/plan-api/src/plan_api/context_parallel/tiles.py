@@ -10,7 +10,7 @@ with few pairs that are computed in vain. What is empty is in no tile.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionTile", "BlockPairs", "BlockTiles", "SeenQueries", "TileKind", "block_tiles",
-    "divide_causal",
+    "causal_strips", "divide_causal", "join_equal",
 ]  # fmt: skip
 
 TileKind: TypeAlias = Literal["full", "causal", "masked", "block"]
 _DENSE = 0.9  # of a tile's pairs: if more are attended, it is masked and not divided
 _CAUSAL_TILES = 3
+_STRIPS = 4
 _CALL_PAIRS = 4096  # a call costs as much as some pairs; fewer than these are computed in vain
 
 
@@ -41,27 +42,73 @@ _CALL_PAIRS = 4096  # a call costs as much as some pairs; fewer than these are c
 class AttentionTile:
     """Queries and keys of one kernel call, by their places on this rank and in the block.
 
+    It may be several of equal sizes, as documents of one length have them.
+
     Attributes:
         rows: of the batch.
-        queries: a range of this rank's queries.
-        keys: a range of the block's keys.
+        queries: a range of this rank's queries, the first one if there are several.
+        keys: a range of the block's keys, so too.
         kind: ``"causal"``: there are at least as many keys as queries, of which the last attends to
             all keys, and each other to one fewer than the next; ``"full"``: all attend to all;
             ``"masked"``: to those of the mask; ``"block"``: so too, and the queries and keys are
             all of a block, whose mask is FlexAttention's.
+        count: how many ranges of queries, and of keys, there are: each of queries attends to one.
+        step: from the beginning of a range to that of the next.
     """
 
     rows: slice
     queries: slice
     keys: slice
     kind: TileKind
+    count: int = 1
+    step: int = 0
 
     @property
     def products(self) -> int:
         """The number of products of a query and a key that are computed, in a row of the batch."""
         queries: int = self.queries.stop - self.queries.start
         keys: int = self.keys.stop - self.keys.start
-        return queries * keys - (queries * (queries - 1) // 2 if self.kind == "causal" else 0)
+        above = queries * (queries - 1) // 2 if self.kind == "causal" else 0
+        return self.count * (queries * keys - above)
+
+    @property
+    def query_ranges(self) -> list[slice]:
+        """All ranges of queries."""
+        return [_moved(self.queries, number * self.step) for number in range(self.count)]
+
+    def of_queries(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tile's queries of a tensor, as a view.
+
+        Args:
+            tensor: (batch, key-value heads, groups, queries, ...) of this rank.
+
+        Returns:
+            (batch, key-value heads, groups, queries of the tile, ...), or with a dim of ranges
+            before that of queries if there are several.
+        """
+        return self._part(tensor, self.queries, 3)
+
+    def of_rows(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        """Returns the rows of the tile's queries of (batch, heads, queries x rows, ...), so too."""
+        return self._part(tensor, self.queries, 2, rows)
+
+    def of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tile's keys of a tensor of (batch, heads, keys, ...), so too."""
+        return self._part(tensor, self.keys, 2)
+
+    def _part(self, tensor: torch.Tensor, places: slice, dim: int, rows: int = 1) -> torch.Tensor:
+        length, step = (places.stop - places.start) * rows, self.step * rows
+        part = tensor[self.rows].narrow(dim, places.start * rows, (self.count - 1) * step + length)
+        return part if self.count == 1 else part.unfold(dim, length, step).movedim(-1, dim + 1)
+
+    def split(self, count: int) -> tuple[AttentionTile, AttentionTile]:
+        """Returns the tile's first ranges, of this number, and the others."""
+        distance = count * self.step
+        rest = replace(
+            self, queries=_moved(self.queries, distance), keys=_moved(self.keys, distance),
+            count=self.count - count,
+        )  # fmt: skip
+        return replace(self, count=count), rest
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,42 +191,92 @@ class SeenQueries:
 
     def add(self, tile: AttentionTile) -> bool:
         """Adds the queries of a tile; returns whether any of them was there before."""
-        seen = any(1 in row[tile.queries] for row in self._rows[tile.rows])
-        for row in self._rows[tile.rows]:
-            row[tile.queries] = b"\1" * (tile.queries.stop - tile.queries.start)
+        rows, ranges = self._rows[tile.rows], tile.query_ranges
+        seen = any(1 in row[one] for row in rows for one in ranges)
+        for row in rows:
+            for one in ranges:
+                row[one] = b"\1" * (one.stop - one.start)
         return seen
 
 
-def divide_causal(
-    tile: AttentionTile, queries: int, strip: int | None = None
-) -> Iterator[AttentionTile]:
+def divide_causal(tile: AttentionTile, queries: int) -> Iterator[AttentionTile]:
     """Divides a causal tile with as many keys as queries.
 
     Args:
         tile: of any kind; others than causal ones are not divided.
         queries: a tile of more is halved, into causal ones and a full one.
-        strip: a tile of up to ``queries`` is divided into causal ones of about as many queries, and
-            at most this number, each with all keys from the first one: so each query has all of
-            its keys in one tile, and few products above the diagonal are computed in vain. None:
-            it is not divided.
     """
     first, last, key = tile.queries.start, tile.queries.stop, tile.keys.start
     count = last - first
+    if tile.kind != "causal" or count <= queries:
+        yield tile
+        return
+    half = count // 2
+    early, late = slice(first, first + half), slice(first + half, last)
+    early_keys, late_keys = slice(key, key + half), slice(key + half, tile.keys.stop)
+    yield from divide_causal(replace(tile, queries=early, keys=early_keys), queries)
+    yield AttentionTile(tile.rows, late, early_keys, "full")
+    yield from divide_causal(replace(tile, queries=late, keys=late_keys), queries)
+
+
+def causal_strips(tile: AttentionTile, shortest: int, longest: int) -> Iterator[AttentionTile]:
+    """Divides a causal tile with as many keys as queries, each part with all keys from the first.
+
+    So each query has all of its keys in one tile, and few products above the diagonal are computed
+    in vain. A tile of several ranges, which share the cost of a call, has shorter parts: a quarter
+    of a range.
+
+    Args:
+        tile: of any kind; others than causal ones are not divided.
+        shortest: the number of queries of a part of several ranges at least, if they have as many.
+        longest: the number of queries of a part at most.
+    """
     if tile.kind != "causal":
         yield tile
-    elif count > queries:
-        half = count // 2
-        early, late = slice(first, first + half), slice(first + half, last)
-        early_keys, late_keys = slice(key, key + half), slice(key + half, tile.keys.stop)
-        yield from divide_causal(replace(tile, queries=early, keys=early_keys), queries, strip)
-        yield AttentionTile(tile.rows, late, early_keys, "full")
-        yield from divide_causal(replace(tile, queries=late, keys=late_keys), queries, strip)
-    else:
-        parts = 1 if strip is None else -(-count // strip)
-        edges = [count * number // parts for number in range(parts + 1)]
-        for start, stop in pairwise(edges):
-            own, keys = slice(first + start, first + stop), slice(key, key + stop)
-            yield replace(tile, queries=own, keys=keys)
+        return
+    first, count, key = tile.queries.start, tile.queries.stop - tile.queries.start, tile.keys.start
+    quarter = longest if tile.count == 1 else max(shortest, -(-count // _STRIPS))
+    parts = -(-count // min(quarter, longest))
+    edges = [count * number // parts for number in range(parts + 1)]
+    for start, stop in pairwise(edges):
+        own, keys = slice(first + start, first + stop), slice(key, key + stop)
+        yield replace(tile, queries=own, keys=keys)
+
+
+def join_equal(tiles: Iterable[AttentionTile]) -> list[AttentionTile]:
+    """Returns tiles, of which causal ones of equal sizes and at equal distances are one.
+
+    Args:
+        tiles: of one range each, and causal ones with as many keys as queries.
+    """
+    joined: list[AttentionTile] = []
+    last: dict[tuple[int | None, int], int] = {}  # by row and size, the place of the last one
+    for tile in tiles:
+        size = tile.queries.stop - tile.queries.start
+        place = last.get((tile.rows.start, size)) if tile.kind == "causal" else None
+        if place is not None and (both := _both(joined[place], tile)) is not None:
+            joined[place] = both
+            continue
+        if tile.kind == "causal":
+            last[tile.rows.start, size] = len(joined)
+        joined.append(tile)
+    return joined
+
+
+def _both(tile: AttentionTile, other: AttentionTile) -> AttentionTile | None:
+    """Returns a tile with one more range; None: this is at another distance."""
+    ranges, before = (tile.queries, tile.keys), (tile.count - 1) * tile.step
+    step, of_keys = (
+        behind.start - one.start - before
+        for one, behind in zip(ranges, (other.queries, other.keys), strict=True)
+    )
+    if step != of_keys or (tile.count > 1 and step != tile.step):
+        return None
+    return replace(tile, count=tile.count + 1, step=step)
+
+
+def _moved(places: slice, distance: int) -> slice:
+    return slice(places.start + distance, places.stop + distance)
 
 
 @lru_cache(maxsize=256)

@@ -1,8 +1,9 @@
 """Calls torch's fused attention kernels tile by tile.
 
-Queries are (batch, key-value heads, query heads of each, queries, features): a group of query heads
-has one key-value head. On a CPU the queries of a group are rows of one product with its keys, which
-are neither repeated nor read again; other kernels get the heads of keys repeated.
+A group of query heads has one key-value head. On a CPU the queries of a group are rows of one
+product with its keys, which are neither repeated nor read again; other kernels get the heads of
+keys repeated. So kernels take rows, which `AttentionKernel.join` makes of a call's queries, once
+for all tiles. They return (batch, key-value heads, query heads of each, queries, features).
 
 The kernels return the log-sum-exp of the scores beside the output. Backward of a tile is the
 kernel's own, with the output and the log-sum-exp over all keys: they give the probabilities over
@@ -30,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class AttentionOutput:
-    """Attention over some keys: the output, of the queries' dims, and the log-sum-exp of each."""
+    """Attention over some keys: the output of some queries, and the log-sum-exp of each."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -71,10 +72,11 @@ class AttentionKernel(ABC):
     Attributes:
         causal_queries: of causal tiles at most, as it computes larger ones in vain above the
             diagonal.
-        causal_strip: of causal tiles at most where these have more keys than queries; None: it
-            takes only causal tiles with as many keys as queries.
+        causal_strips: the arguments of `causal_strips`, by which causal tiles are divided into some
+            that have more keys than queries; None: they are not.
         has_group_rows: whether queries of a group are rows of one product.
         has_group_heads: whether a group of query heads takes its key-value head as it is.
+        joins_tiles: whether a call takes several causal tiles of equal sizes.
 
     Args:
         scale: of products before the softmax.
@@ -82,12 +84,24 @@ class AttentionKernel(ABC):
     """
 
     causal_queries = 2048
-    causal_strip: int | None = None
+    causal_strips: tuple[int, int] | None = None
     has_group_rows = False
     has_group_heads = False
+    joins_tiles = False
 
     def __init__(self, scale: float, groups: int) -> None:
         self._scale, self._groups = scale, groups
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of a query."""
+        return self._groups if self.has_group_rows else 1
+
+    def join(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of a tensor of (batch, heads, queries, ...): (batch, ..., rows, ...)."""
+        if self.rows == 1:
+            return tensor
+        return tensor.unflatten(1, (-1, self.rows)).transpose(2, 3).flatten(2, 3)
 
     def forward(
         self,
@@ -100,27 +114,27 @@ class AttentionKernel(ABC):
         """Computes attention of one tile.
 
         Args:
-            query: all queries of this rank.
+            query: the rows of all queries of this rank.
             key: all keys at hand.
             value: as the keys.
             tile: which of them to compute.
             options: of the tile; None: by its kind, which is not masked.
         """
         options = options or TileOptions(tile.kind == "causal")
-        features = value.shape[-1]
+        features, heads = value.shape[-1], key.shape[1]
         own, keys, values = _with_equal_features(
-            self._join(query[tile.rows, :, :, tile.queries]),
-            self._repeat(key[tile.rows, :, tile.keys]),
-            self._repeat(value[tile.rows, :, tile.keys]),
+            _flat(tile.of_rows(query, self.rows), tile),
+            self._repeat(_flat(tile.of_keys(key), tile)),
+            self._repeat(_flat(tile.of_keys(value), tile)),
         )
         part = self._forward(own, keys, values, options)
-        out, lse = self._separate(part.out[..., :features]), self._separate(part.lse)
+        out, lse = part.out[..., :features], part.lse
         if options.mask is not None:
             # Kernels differ in what they return for queries that attend to nothing.
-            attends = options.mask.any(-1)
+            attends = options.mask.any(-1).repeat_interleave(self.rows)
             out = torch.where(attends[:, None], out, 0)
             lse = torch.where(attends, lse, -torch.inf)
-        return AttentionOutput(out, lse)
+        return AttentionOutput(self._by_group(out, tile, heads), self._by_group(lse, tile, heads))
 
     def backward(
         self,
@@ -132,41 +146,39 @@ class AttentionKernel(ABC):
         tile: AttentionTile,
         options: TileOptions | None = None,
     ) -> AttentionGradients:
-        """Computes one tile's terms of the gradients of its queries, keys and values.
+        """Computes one tile's terms of the gradients of its rows, keys and values.
 
         Args:
-            grad: of the output of all queries over all keys.
+            grad: of the output of all rows over all keys.
             query: as in forward.
             key: as in forward.
             value: as in forward.
-            output: the output of all queries over all keys, and its log-sum-exp.
+            output: the output of all rows over all keys, and its log-sum-exp.
             tile: as in forward.
             options: as in forward.
         """
         options = options or TileOptions(tile.kind == "causal")
-        features, value_features = key.shape[-1], value.shape[-1]
+        features, value_features, heads = key.shape[-1], value.shape[-1], key.shape[1]
         own, out, grad, lse = (
-            self._join(one[tile.rows, :, :, tile.queries])
+            _flat(tile.of_rows(one, self.rows), tile)
             for one in (query, output.out, grad, output.lse)
         )
-        keys, values = (self._repeat(one[tile.rows, :, tile.keys]) for one in (key, value))
+        keys, values = (self._repeat(_flat(tile.of_keys(one), tile)) for one in (key, value))
         own, keys, values, out, grad = _with_equal_features(own, keys, values, out, grad)
         grads = self._backward(grad, own, keys, values, AttentionOutput(out, lse), options)
         return AttentionGradients(
-            self._separate(grads.query[..., :features]),
-            self._sum(grads.key[..., :features]),
-            self._sum(grads.value[..., :value_features]),
+            self._by_group(grads.query[..., :features], tile, heads),
+            _unflat(self._sum(grads.key[..., :features]), tile, heads),
+            _unflat(self._sum(grads.value[..., :value_features]), tile, heads),
         )
 
-    def _join(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Joins the groups' dim with the queries', or with the heads'."""
-        return tensor.transpose(2, 3).flatten(2, 3) if self.has_group_rows else tensor.flatten(1, 2)
-
-    def _separate(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Undoes `_join`."""
-        dim = 2 if self.has_group_rows else 1
-        separated: torch.Tensor = tensor.unflatten(dim, (-1, self._groups))
-        return separated.transpose(2, 3) if self.has_group_rows else separated
+    def _by_group(self, result: torch.Tensor, tile: AttentionTile, heads: int) -> torch.Tensor:
+        """Returns (batch, key-value heads, groups, queries, ...) of a kernel's rows."""
+        result, dim = _unflat(result, tile, heads), 2 if tile.count == 1 else 3
+        if self.rows == 1:
+            return result.unflatten(1, (heads, self._groups))
+        grouped: torch.Tensor = result.unflatten(dim, (-1, self._groups))
+        return grouped.movedim(dim + 1, 2)
 
     def _repeat(self, tensor: torch.Tensor) -> torch.Tensor:
         """Repeats key-value heads for their groups of query heads, if the kernel needs it."""
@@ -207,6 +219,16 @@ def bias_of_mask(options: TileOptions, query: torch.Tensor, groups: int = 1) -> 
         return None
     mask = options.mask.repeat_interleave(groups, dim=0) if groups > 1 else options.mask
     return torch.where(mask, query.new_zeros(()), query.new_full((), -torch.inf))[None, None]
+
+
+def _flat(tensor: torch.Tensor, tile: AttentionTile) -> torch.Tensor:
+    """Returns a part of several ranges for a kernel, which are heads of batch x heads samples."""
+    return tensor if tile.count == 1 else tensor.flatten(0, 1)
+
+
+def _unflat(tensor: torch.Tensor, tile: AttentionTile, heads: int) -> torch.Tensor:
+    """Undoes `_flat`."""
+    return tensor if tile.count == 1 else tensor.unflatten(0, (-1, heads))
 
 
 def _with_equal_features(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

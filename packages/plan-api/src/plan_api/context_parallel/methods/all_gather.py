@@ -21,6 +21,7 @@ from plan_api.context_parallel.methods.block_attention import (
     pack,
     sinks_grad,
 )
+from plan_api.context_parallel.online_softmax import accumulation_dtype
 from plan_api.runtime.error_context import annotate_backward_errors
 from plan_api.runtime.local_redistribute import local_redistribution
 
@@ -69,9 +70,9 @@ class _AllGatherAttention(torch.autograd.Function):
         gathered = _to_sequence_order(gather(pack(key, value)), call)
         attention.add(_block(gathered, key.shape[-1], call))
         output = attention.result(sinks)
-        ctx.save_for_backward(query, gathered, sinks, output.out, output.lse)
+        ctx.save_for_backward(attention.query, gathered, sinks, output.out, output.lse)
         ctx.call, ctx.masks, ctx.at = call, masks, call.backward_context
-        ctx.features = key.shape[-1]
+        ctx.features, ctx.kernels = key.shape[-1], attention.kernels
         return output.out
 
     @staticmethod
@@ -81,8 +82,8 @@ class _AllGatherAttention(torch.autograd.Function):
         call: AttentionCall = ctx.call
         assert call.axis is not None
         output, features = AttentionOutput(out, lse), ctx.features
-        attention = BlockBackward(grads[0], query, gathered.shape[1], output, call, ctx.masks)
-        grad_gathered = torch.zeros_like(gathered, dtype=attention.grad_query.dtype)
+        attention = BlockBackward(grads[0], query, output, ctx.kernels, call, ctx.masks)
+        grad_gathered = torch.zeros_like(gathered, dtype=accumulation_dtype(query.dtype))
         block = _block(gathered, features, call)
         attention.add(block, grad_gathered[..., :features], grad_gathered[..., features:])
         scatter = local_redistribution(

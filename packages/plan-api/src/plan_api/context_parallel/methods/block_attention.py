@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -22,10 +23,12 @@ from plan_api.context_parallel.tiles import (
     AttentionTile,
     BlockTiles,
     SeenQueries,
+    causal_strips,
     divide_causal,
+    join_equal,
 )
 
-__all__ = ["Block", "BlockBackward", "BlockForward", "pack", "sinks_grad"]
+__all__ = ["Block", "BlockBackward", "BlockForward", "CallKernels", "pack", "sinks_grad"]
 
 
 @dataclass(frozen=True)
@@ -57,50 +60,103 @@ def pack(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.cat([key, value], dim=-1)
 
 
+@dataclass(frozen=True)
+class CallKernels:
+    """The kernels of a call, which have the same rows.
+
+    Attributes:
+        of_tiles: computes tiles.
+        of_blocks: computes blocks that are neither causal nor full; None: they are divided.
+        groups: the number of key-value heads, and of query heads of each.
+    """
+
+    of_tiles: AttentionKernel
+    of_blocks: AttentionKernel | None
+    groups: tuple[int, int]
+
+    @classmethod
+    def select(
+        cls, query: torch.Tensor, key: torch.Tensor, call: AttentionCall, *, has_dropout: bool
+    ) -> CallKernels:
+        """Selects them for queries and keys of this rank."""
+        groups = (key.shape[1], query.shape[1] // key.shape[1])
+        grouped = query.unflatten(1, groups)
+        of_tiles = select_kernel(grouped, call.scale, has_dropout=has_dropout)
+        of_blocks = select_block_kernel(grouped, call.scale, has_dropout=has_dropout)
+        assert of_blocks is None or of_blocks.rows == of_tiles.rows
+        return cls(of_tiles, of_blocks, groups)
+
+    def of(self, tile: AttentionTile) -> AttentionKernel:
+        """Returns the kernel of a tile."""
+        return self.of_blocks if self.of_blocks and tile.kind == "block" else self.of_tiles
+
+    def tiles(self, block: BlockTiles) -> tuple[AttentionTile, ...]:
+        """Returns the tiles of a block, as large as the kernel takes them."""
+        if self.of_blocks is not None and not block.is_causal:
+            whole = block.whole()
+            return () if whole is None else (whole,)
+        return _divided(block, type(self.of_tiles))
+
+
+@lru_cache(maxsize=1024)
+def _divided(block: BlockTiles, kernel: type[AttentionKernel]) -> tuple[AttentionTile, ...]:
+    tiles = [one for tile in block.tiles for one in divide_causal(tile, kernel.causal_queries)]
+    if kernel.joins_tiles:
+        tiles = join_equal(tiles)
+    if kernel.causal_strips is None:
+        return tuple(tiles)
+    return tuple(part for tile in tiles for part in causal_strips(tile, *kernel.causal_strips))
+
+
 class _BlockAttention:
     """What forward and backward share.
 
     Args:
-        query: of this rank.
-        key_heads: the number of key-value heads.
+        query: the rows of this rank's queries.
+        kernels: of the call.
         call: the call.
         masks: of dropout; None: there is none.
     """
 
     def __init__(
-        self, query: torch.Tensor, key_heads: int, call: AttentionCall, masks: DropoutMasks | None
+        self,
+        query: torch.Tensor,
+        kernels: CallKernels,
+        call: AttentionCall,
+        masks: DropoutMasks | None,
     ) -> None:
-        self._groups = (key_heads, query.shape[1] // key_heads)
-        self._query, self._masks = query.unflatten(1, self._groups), masks
+        self.query, self.kernels, self._masks = query, kernels, masks
         self._positions = call.order.parts[call.rank]
-        has_dropout = masks is not None
-        self._kernel = select_kernel(self._query, call.scale, has_dropout=has_dropout)
-        self._of_blocks = select_block_kernel(self._query, call.scale, has_dropout=has_dropout)
 
-    def tiles(self, block: Block) -> list[AttentionTile]:
+    def tiles(self, block: Block) -> tuple[AttentionTile, ...]:
         """Returns the tiles of a block, as large as the kernel takes them."""
-        if self._of_blocks is not None and not block.tiles.is_causal:
-            whole = block.tiles.whole()
-            return [] if whole is None else [whole]
-        sizes = self._kernel.causal_queries, self._kernel.causal_strip
-        return [one for tile in block.tiles.tiles for one in divide_causal(tile, *sizes)]
-
-    def _kernel_of(self, tile: AttentionTile) -> AttentionKernel:
-        return self._of_blocks if self._of_blocks and tile.kind == "block" else self._kernel
+        return self.kernels.tiles(block.tiles)
 
     def _options(self, tile: AttentionTile, block: Block) -> TileOptions:
-        device, factors = self._query.device, None
+        device, factors = self.query.device, None
         if tile.kind == "block":
             return TileOptions(pairs=block.tiles.block_pairs(tile.keys, device))
         if self._masks is not None:
-            dtype = accumulation_dtype(self._query.dtype)
+            dtype = accumulation_dtype(self.query.dtype)
             factors = self._masks.factors(tile, self._positions, block.positions, dtype)
         mask = block.tiles.mask(tile, device) if tile.kind == "masked" else None
         return TileOptions(tile.kind == "causal", mask, factors)
 
 
 class BlockForward(_BlockAttention):
-    """Adds up the output, block by block."""
+    """Adds up the output, block by block.
+
+    Args:
+        query: of this rank, (batch, heads, queries, features).
+        key: of this rank.
+        value: of this rank.
+        call: the call.
+        masks: of dropout; None: there is none.
+
+    Attributes:
+        query: the rows of the queries.
+        kernels: of the call.
+    """
 
     def __init__(
         self,
@@ -110,22 +166,21 @@ class BlockForward(_BlockAttention):
         call: AttentionCall,
         masks: DropoutMasks | None,
     ) -> None:
-        super().__init__(query, key.shape[1], call, masks)
-        self._merged = OnlineSoftmax(self._query, value.shape[-1])
+        kernels = CallKernels.select(query, key, call, has_dropout=masks is not None)
+        super().__init__(kernels.of_tiles.join(query), kernels, call, masks)
+        self._merged = OnlineSoftmax(query.unflatten(1, kernels.groups), value.shape[-1])
 
     def add(self, block: Block) -> None:
         """Adds the output over the keys of a block."""
         for tile in self.tiles(block):
             options, local = self._options(tile, block), block.local(tile)
-            part = self._kernel_of(tile).forward(
-                self._query, block.key, block.value, local, options
-            )
+            part = self.kernels.of(tile).forward(self.query, block.key, block.value, local, options)
             self._merged.add(local, part.out, part.lse)
 
     def result(self, sinks: torch.Tensor | None) -> AttentionOutput:
         """Returns the output over all blocks and the sinks, and the log-sum-exp."""
         if sinks is not None:
-            self._merged.add_sinks(sinks.unflatten(0, self._groups))
+            self._merged.add_sinks(sinks.unflatten(0, self.kernels.groups))
         out, lse = self._merged.result()
         return AttentionOutput(out.flatten(1, 2), lse.flatten(1, 2))
 
@@ -134,10 +189,10 @@ class BlockBackward(_BlockAttention):
     """Adds up the gradient of queries, block by block.
 
     Args:
-        grad: of the output.
-        query: as in forward.
-        key_heads: the number of key-value heads.
-        output: of forward.
+        grad: of the output, (batch, heads, queries, features).
+        query: the rows of forward.
+        output: of forward, (batch, heads, queries, ...).
+        kernels: of forward.
         call: the call.
         masks: of dropout, as in forward; None: there is none.
     """
@@ -146,21 +201,18 @@ class BlockBackward(_BlockAttention):
         self,
         grad: torch.Tensor,
         query: torch.Tensor,
-        key_heads: int,
         output: AttentionOutput,
+        kernels: CallKernels,
         call: AttentionCall,
         masks: DropoutMasks | None,
     ) -> None:
-        super().__init__(query, key_heads, call, masks)
-        self._grad = grad.unflatten(1, self._groups)
-        self._output = AttentionOutput(
-            output.out.unflatten(1, self._groups), output.lse.unflatten(1, self._groups)
-        )
-        self.grad_query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
-        self._grad_query, self._seen = (
-            self.grad_query.unflatten(1, self._groups),
-            SeenQueries(query.shape[0], query.shape[2]),
-        )
+        super().__init__(query, kernels, call, masks)
+        self._grad, out, lse = map(kernels.of_tiles.join, (grad, output.out, output.lse))
+        self._output = AttentionOutput(out, lse)
+        shape, dtype = (*grad.shape[:-1], query.shape[-1]), accumulation_dtype(query.dtype)
+        self.grad_query = torch.zeros(shape, dtype=dtype, device=query.device)
+        self._grad_query = self.grad_query.unflatten(1, kernels.groups)
+        self._seen = SeenQueries(grad.shape[0], grad.shape[2])
 
     def add(
         self,
@@ -179,16 +231,16 @@ class BlockBackward(_BlockAttention):
         """
         for tile in self.tiles(block) if tiles is None else tiles:
             options, local = self._options(tile, block), block.local(tile)
-            part = self._kernel_of(tile).backward(
-                self._grad, self._query, block.key, block.value, self._output, local, options
+            part = self.kernels.of(tile).backward(
+                self._grad, self.query, block.key, block.value, self._output, local, options
             )
-            grad_query = self._grad_query[local.rows, :, :, local.queries]
+            grad_query = local.of_queries(self._grad_query)
             if self._seen.add(tile):
                 grad_query += part.query
             else:
                 grad_query.copy_(part.query)
-            grad_key[local.rows, :, local.keys] += part.key
-            grad_value[local.rows, :, local.keys] += part.value
+            local.of_keys(grad_key).add_(part.key)
+            local.of_keys(grad_value).add_(part.value)
 
 
 def sinks_grad(

@@ -12,6 +12,8 @@ first block is received, and the second while the last gradient returns.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from plan_api.context_parallel.methods.block_attention import (
     pack,
     sinks_grad,
 )
+from plan_api.context_parallel.online_softmax import accumulation_dtype
 from plan_api.context_parallel.tiles import AttentionTile
 from plan_api.runtime.error_context import annotate_backward_errors
 
@@ -186,8 +189,9 @@ class _RingAttention(torch.autograd.Function):
             if exchange is not None:
                 block = rounds.block(step + 1, exchange.wait())
         output = attention.result(sinks)
-        ctx.save_for_backward(query, key, value, sinks, output.out, output.lse)
+        ctx.save_for_backward(attention.query, key, value, sinks, output.out, output.lse)
         ctx.call, ctx.masks, ctx.at = call, masks, call.backward_context
+        ctx.kernels = attention.kernels
         return output.out
 
     @staticmethod
@@ -195,9 +199,9 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
         output = AttentionOutput(out, lse)
-        attention = BlockBackward(grads[0], query, key.shape[1], output, ctx.call, ctx.masks)
+        attention = BlockBackward(grads[0], query, output, ctx.kernels, ctx.call, ctx.masks)
         rounds = _Rounds(key, value, ctx.call)
-        dtype = attention.grad_query.dtype
+        dtype = accumulation_dtype(query.dtype)
         own = rounds.own_block()
         grad_own = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
         before, after = _halves(attention.tiles(own), rounds.count)
@@ -228,12 +232,16 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _halves(
-    tiles: list[AttentionTile], ranks: int
-) -> tuple[list[AttentionTile], list[AttentionTile]]:
+    tiles: Sequence[AttentionTile], ranks: int
+) -> tuple[Sequence[AttentionTile], Sequence[AttentionTile]]:
     """Divides tiles into two parts of about as many products; on one rank the first has all."""
-    total, before = sum(tile.products for tile in tiles), 0
+    rest = sum(tile.products for tile in tiles) / 2
     for number, tile in enumerate(tiles):
-        if ranks > 1 and 2 * before >= total:
+        if ranks > 1 and rest <= 0:
             return tiles[:number], tiles[number:]
-        before += tile.products
-    return tiles, []
+        ranges = math.ceil(rest * tile.count / tile.products)
+        if ranks > 1 and ranges < tile.count:
+            before, after = tile.split(ranges)
+            return (*tiles[:number], before), (after, *tiles[number + 1 :])
+        rest -= tile.products
+    return tiles, ()
