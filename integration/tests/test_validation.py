@@ -89,7 +89,6 @@ PAIRS = {
         {"precision": "mxfp8"},
         "--precision none",
     ),
-    "precision": (PIPELINE | {"precision": "mxfp8"}, {"pp_degree": 1, "ranks": 1}, "--pp-degree 2"),
     "overlap": (
         {"system": "plan", "tp": 2, "ranks": 2, "overlap": "tp", "precision": "mxfp8"},
         {"precision": "none"},
