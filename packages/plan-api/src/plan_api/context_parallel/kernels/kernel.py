@@ -101,7 +101,8 @@ class AttentionKernel(ABC):
         """Returns the rows of a tensor of (batch, heads, queries, ...): (batch, ..., rows, ...)."""
         if self.rows == 1:
             return tensor
-        return tensor.unflatten(1, (-1, self.rows)).transpose(2, 3).flatten(2, 3)
+        grouped: torch.Tensor = tensor.unflatten(1, (-1, self.rows))
+        return grouped.transpose(2, 3).flatten(2, 3)
 
     def forward(
         self,
@@ -176,8 +177,9 @@ class AttentionKernel(ABC):
         """Returns (batch, key-value heads, groups, queries, ...) of a kernel's rows."""
         result, dim = _unflat(result, tile, heads), 2 if tile.count == 1 else 3
         if self.rows == 1:
-            return result.unflatten(1, (heads, self._groups))
-        grouped: torch.Tensor = result.unflatten(dim, (-1, self._groups))
+            grouped: torch.Tensor = result.unflatten(1, (heads, self._groups))
+            return grouped
+        grouped = result.unflatten(dim, (-1, self._groups))
         return grouped.movedim(dim + 1, 2)
 
     def _repeat(self, tensor: torch.Tensor) -> torch.Tensor:
