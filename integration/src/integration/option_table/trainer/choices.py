@@ -81,14 +81,6 @@ def _keeps_dispatched(ranks: tuple[TrainingObservation, ...], options: Mapping[s
     return _recomputes(1)(ranks, options) and found == expected and all(found)
 
 
-def _shards_heads_in_a_ring(
-    ranks: tuple[TrainingObservation, ...], options: Mapping[str, Any]
-) -> bool:
-    # Documents that are on one rank send no keys.
-    kinds = ("all_to_all",) if "attn_mask_type" in options else ("all_to_all", "send")
-    return all(_head(seen)[0] == _SEQUENCE // 4 and _has(seen, *kinds) for seen in ranks)
-
-
 def _plan(
     name: str, evidence: str, proof: Callable[[TrainingObservation], bool], **options: Any
 ) -> Choice:
@@ -189,17 +181,13 @@ PARALLELISM: tuple[Choice, ...] = (
         for method in ("ring", "all-gather", "ulysses")
     ),
     # Degrees beside it would need eight ranks.
-    Choice(
-        "--system plan --cp 4 --cp-method ulysses-ring:2",
-        "the output layer gets a quarter of each sequence; all-to-alls of heads, and, but for short"
-        " documents, sends",
-        _shards_heads_in_a_ring,
-        {
-            "system": "plan",
-            "cp": 4,
-            "cp_method": "ulysses-ring:2",
-            **dict.fromkeys(("dp_replicate", "dp_shard", "ep", "tp"), 1),
-        },
+    _plan(
+        "--cp 4 --cp-method ulysses-ring:2",
+        "the output layer gets a quarter of each sequence; all-to-alls of heads, and sends",
+        lambda seen: _head(seen)[0] == _SEQUENCE // 4 and _has(seen, "all_to_all", "send"),
+        cp=4,
+        cp_method="ulysses-ring:2",
+        **dict.fromkeys(("dp_replicate", "dp_shard", "ep", "tp"), 1),
     ),
     _plan(
         "--static",
