@@ -69,6 +69,7 @@ def test_choices_without_a_weight_are_dropped():
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_shares_of_experts_are_those_of_one_device(tmp_path):
     plan = {"model": "mixtral-tiny", "system": "plan"}
     runs = {

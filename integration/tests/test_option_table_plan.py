@@ -13,6 +13,7 @@ from plan_api import uninstall
 from testkit import CommLog, fake_mesh
 
 pytestmark = [
+    pytest.mark.slow,  # the table applies 700 plans; each option has tests in plan-api
     # torch says so of every mesh without a CUDA device.
     pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete"),
     pytest.mark.filterwarnings("ignore:plan-api reduces gradients one by one"),
@@ -30,7 +31,6 @@ def runs(option_runs):
     return option_runs(_observe, run_options, is_right)
 
 
-@pytest.mark.slow
 def test_every_accepted_pair_of_a_plan_occurs_in_a_run():
     assert uncovered(table().pairs, table().runs) == []
     assert {choice for run in table().runs for choice in run} == set(CHOICES)
@@ -69,12 +69,6 @@ def test_a_refused_pair_has_sent_nothing_and_moved_no_parameter(monkeypatch):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-def test_an_option_of_a_plan_is_in_effect(choice, runs):
-    runs.check_on_two_ranks(choice, table().runs)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 def test_an_option_of_a_plan_is_in_effect_beside_every_option(choice, runs):
     runs.check(choice, table().runs)

@@ -335,7 +335,9 @@ def test_parallelize_plans_the_communication_of_example_inputs(mesh):
 
 
 @pytest.mark.parametrize("mode", ["eager", "static"])
-@pytest.mark.parametrize("options", [{}, {"ep": "tp", "sp": True}])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"ep": "tp", "sp": True}]
+)
 def test_example_inputs_of_experts_are_planned_without_values(mesh, mode, options):
     plan = zoo.mixtral(mesh, **options)
     model = make_mixtral(num_local_experts=8)
@@ -492,13 +494,8 @@ def test_steps_that_do_not_suffice_are_logged_and_a_further_call_continues(
     assert len(outputs) == 5
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name != "llama, weights only"))
-        for name in CASES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_layers_that_are_alike_are_planned_at_once(mesh, monkeypatch, name):
     """A reduced gradient places that of the layer before it, so a step shows the last one only."""
     make, plan_of, _ = CASES[name]
