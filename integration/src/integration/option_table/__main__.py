@@ -32,8 +32,8 @@ observation that proves that it is in effect; but for `--placements`, of which
 `integration/tests/test_device.py`. What is refused is so before a process starts, with exit code 2.
 
 `integration/tests/test_option_table.py` observes all accepted pairs in {runs} runs of `llama-tiny`
-and `mixtral-tiny`, {short} on 2 ranks and {long} on 4, in `nox -s nightly`; and each option once,
-in a few of those on 2 ranks, with the other tests.
+and `mixtral-tiny`, {short} on 2 ranks and {long} on 4, in `nox -s nightly`; and with the
+other tests the options of these packages' systems that a few of those on 2 ranks have.
 """
 
 _FULLY_SHARD = """
@@ -53,10 +53,10 @@ _PLAN = """
 
 Every kind of entry of `plan_api.Plan` and its options, and every option of `plan_api.parallelize`.
 `integration/tests/test_option_table_plan.py` observes all accepted pairs in {runs} runs of a small
-model, {short} on 2 ranks and {long} on 4, in `nox -s nightly`; and each option once, in a few of
-those on 2 ranks, with the other tests. In each of them gradients and weights are compared with one
-device's. What is refused is a `ValueError`, of which the table has the first line. Entries that use
-one axis of the mesh in two ways are no pair.
+model, {short} on 2 ranks and {long} on 4, in `nox -s nightly`; with the other tests those of
+plan-api run. In each of these runs gradients and weights are compared with one device's. What is
+refused is a `ValueError`, of which the table has the first line. Entries that use one axis of the
+mesh in two ways are no pair.
 """
 
 
