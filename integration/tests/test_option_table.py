@@ -19,6 +19,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch has no kernel for"),
     # So does Adam8bit of experts that tensor parallelism shards into parts of blocks.
     pytest.mark.filterwarnings("ignore:Adam8bit. the shards of parameter"),
+    # torch.compile makes an instance of each autograd function that it traces.
+    pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
 ]
 
 
