@@ -120,7 +120,7 @@ class OptionRuns:
         if run not in self._observed:
             options = self._options_of(run)
             try:
-                found = tuple(run_ranks(self._observe, options["ranks"], options, timeout=120))
+                found = tuple(run_ranks(self._observe, options["ranks"], options, timeout=360))
             except Exception as error:
                 found = error
             self._observed[run] = found
