@@ -39,7 +39,7 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from side_by_side import main
 
 TEXTS = [f"{number} and {number % 7} are {number + number % 7}. " * 20 for number in range(400)]
-# Largest difference of a loss. SOAP's eigenbases, and Muon's iteration in bfloat16, amplify the last
+# Largest difference of a loss. SOAP's eigenbases and Muon's iteration in bfloat16 amplify the last
 # bit of the norm of all gradients, which is summed otherwise: FSDP2's own losses change by 2.9e-3
 # and 1.6e-5 in 4 steps if gradients are one bit larger (docs/frameworks/torchtitan.md).
 OPTIMIZERS = {"adam8bit": 1e-5, "muon": 1e-4, "soap": 5e-3}
