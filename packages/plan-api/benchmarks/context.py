@@ -33,7 +33,6 @@ from plan_api.context_parallel.kernels import select_kernel
 from plan_api.context_parallel.kernels.cpu import CpuFlash
 from plan_api.context_parallel.methods import ring
 from plan_api.context_parallel.order import areas, balanced_order
-from plan_api.context_parallel.tiles import causal_strips, divide_causal
 from testkit import run_ranks
 
 CASES = [(method, order) for method in IMPLEMENTATIONS for order in ("contiguous", "zigzag")]
@@ -289,12 +288,7 @@ def kernels_of(name, mesh, tokens):
     query, key, value = local_inputs(mesh, tokens)
     kernel = select_kernel(query.unflatten(1, (KV_HEADS, -1)), None)
     rows, tiles = kernel.join(query.detach()), tiles_of(name, mesh.size(), tokens)
-    divided = [
-        part
-        for tile in tiles[mesh.get_local_rank()]
-        for one in divide_causal(tile, kernel.causal_queries)
-        for part in causal_strips(one, *kernel.causal_strips)
-    ]
+    divided = kernel.divide(tiles[mesh.get_local_rank()])
 
     def work():
         with torch.no_grad():

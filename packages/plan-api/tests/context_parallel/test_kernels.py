@@ -30,13 +30,21 @@ def test_queries_that_attend_to_nothing_in_a_tile_take_the_others():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "batch"),
-    [((1030, 5, 128, 130), 1), ((40, 7, 7, 40, 40, 40), 1), ((140, 140, 9, 140), 2)],
+    ("lengths", "window", "batch"),
+    [
+        ((1030, 5, 128, 130), None, 1), ((40, 7, 7, 40, 40, 40), None, 1),
+        ((140, 140, 9, 140), None, 2), ((330, 90, 30), 75, 2), ((120,), 2, 1),
+    ],
     ids=str,
-)
-def test_long_short_and_equal_documents_equal_one_device_in_float64(lengths, batch):
-    """Causal tiles that are halved, divided into strips, joined if they are equal, or none."""
+)  # fmt: skip
+def test_documents_and_windows_of_any_length_equal_one_device_in_float64(lengths, window, batch):
+    """Causal tiles that are halved, divided into strips, joined if they are equal, or none.
+
+    Strips of a window are joined, of which each needs keys of the one before.
+    """
     mask, length = AttentionMask.of_lengths(lengths), sum(lengths)
+    if window is not None:
+        mask = mask & AttentionMask(window=window)
     inputs = [torch.randn(batch, heads, length, 8, dtype=torch.float64) for heads in (6, 2, 2, 6)]
     order = SequenceSharding("contiguous", 1).token_order(length)
     call = AttentionCall(None, None, order, mask, None, "attention")

@@ -15,6 +15,7 @@ from plan_api.context_parallel.tiles import (
     causal_strips,
     divide_causal,
     join_equal,
+    window_strips,
 )
 
 
@@ -33,7 +34,7 @@ def orders(draw, length):
 def pairs_of(block, mask, order, rank, keys, strip):
     """Counts the pairs that the tiles of a block compute, at their positions.
 
-    Causal tiles are divided as for kernels, into strips where these are given.
+    Causal tiles and windows are divided as for kernels, into strips where these are given.
     """
     own = torch.cat([torch.arange(*one) for one in order.parts[rank]])
     counts = torch.zeros(mask.rows, order.padded_length, order.padded_length, dtype=torch.int)
@@ -41,8 +42,9 @@ def pairs_of(block, mask, order, rank, keys, strip):
     joined = join_equal(divided)
     assert sum(tile.products for tile in joined) == sum(tile.products for tile in divided)
     if strip:
+        joined = [part for one in joined for part in window_strips(one, 1, strip)]
         joined = [part for one in joined for part in causal_strips(one, 1, strip)]
-    for tile in (part for one in joined for part in ranges_of(one)):
+    for tile in (part for one in joined for part in one.ranges()):
         if tile.kind == "causal":
             assert tile.queries.stop - tile.queries.start <= (strip or 5)
             assert (
@@ -53,21 +55,14 @@ def pairs_of(block, mask, order, rank, keys, strip):
         computed = torch.ones(len(queries), len(places), dtype=torch.int)
         if tile.kind == "causal":
             computed = computed.tril(len(places) - len(queries))
+        if tile.kind == "window":
+            computed = computed.tril(len(places) - len(queries)).triu()
         assert tile.products == computed.sum()
         if tile.kind == "masked":
             computed = block.mask(tile, torch.device("cpu")).int()
         rows = tile.rows
         counts[rows, queries[:, None], places] += computed
     return counts
-
-
-def ranges_of(tile):
-    """Returns a tile of one range for each of a tile."""
-    found = []
-    while tile.count > 1:
-        first, tile = tile.split(1)
-        found.append(first)
-    return [*found, tile]
 
 
 @given(
@@ -120,14 +115,18 @@ def test_plain_masks_are_one_tile():
 
 
 def test_few_products_of_documents_and_windows_are_in_vain():
-    """Documents of 100 tokens and more are causal tiles, a window's edges masked ones."""
+    """Documents of 100 tokens and more are causal tiles."""
     documents = AttentionMask.of_lengths([100, 1000, 340, 608])
     found, products = computed(documents, 2048)
     assert products == documents.area(2048)
     assert [tile.kind for tile in found] == ["causal"] * 4
     for window in (256, 1024):
         mask = AttentionMask(causal=True, window=window)
-        assert computed(mask, 2048)[1] < 1.15 * mask.area(2048)
+        found, products = computed(mask, 2048)
+        assert products == mask.area(2048)
+        assert [tile.kind for tile in found] == ["causal", "window"]
+        parts = [part for tile in found for part in window_strips(tile, 32, 128)]
+        assert sum(tile.products for tile in parts) < 1.15 * mask.area(2048)
     short = AttentionMask.of_lengths([20] * 50)
     found, products = computed(short, 1000)
     assert len(found) <= 50
@@ -173,3 +172,26 @@ def test_strips_of_several_documents_are_a_quarter_within_bounds():
     assert strips(400, 2) == [100] * 4
     assert strips(1024, 2) == [128] * 8
     assert strips(130, 1) == [65, 65]
+
+
+def test_strips_of_a_window_are_one_tile_and_a_rest():
+    """Of queries 10 to 29, each attending to 4 keys from its own place on."""
+    window = AttentionTile(slice(None), slice(10, 30), slice(0, 23), "window")
+    assert window.products == 20 * 4
+    strips, rest = window_strips(window, 6, 8)
+    assert (strips.queries, strips.keys) == (slice(10, 16), slice(0, 9))
+    assert (strips.kind, strips.count, strips.step) == ("masked", 3, 6)
+    assert (rest.queries, rest.keys, rest.count) == (slice(28, 30), slice(18, 23), 1)
+    assert [one.keys.start for one in strips.ranges()] == [0, 6, 12]
+    (short,) = window_strips(window, 32, 128)
+    assert (short.queries, short.keys, short.count) == (window.queries, window.keys, 1)
+    long = AttentionTile(slice(None), slice(0, 3000), slice(0, 3799), "window")
+    parts = [(one.queries.start, one.count, one.step) for one in window_strips(long, 32, 128)]
+    assert parts == [(0, 20, 100), (2000, 10, 100)]  # an eighth of 800; 2048 queries at most
+
+
+def test_terms_of_ranges_that_overlap_are_added_to_all_their_keys():
+    tile = AttentionTile(slice(None), slice(0, 3), slice(1, 9), "masked", count=3, step=3)
+    total = torch.zeros(1, 1, 16, 1)
+    tile.add_to_keys(total, torch.ones_like(tile.of_keys(total)))
+    assert total.flatten().int().tolist() == [0, 1, 1, 1, 2, 2, 2, 3, 3, 2, 2, 2, 1, 1, 1, 0]

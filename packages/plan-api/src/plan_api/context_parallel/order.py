@@ -26,7 +26,7 @@ __all__ = [
 ORDERS: tuple[SequenceOrder, ...] = get_args(SequenceOrder)
 #: Ascending ranges of positions, from the first up to, and without, the second.
 Positions: TypeAlias = tuple[tuple[int, int], ...]
-_BALANCED = 1.05  # of the mean area, what the busiest rank may have
+_BALANCED = 1.1  # of the mean area, what the busiest rank may have
 _SHORTEST_CHUNK = 8  # below, tiles are too small to gain anything
 
 

@@ -3,8 +3,8 @@
 A block is the queries of one rank and the keys of another. Tokens of a rank are in ascending
 order, so that the keys of a query are a range of the block's, and the ranges' bounds do not
 decrease (`plan_api.context_parallel.mask`): the block's pairs are a band. It is divided by
-bisection into tiles that are full; causal, which kernels compute without reading a mask; or masked,
-with few pairs that are computed in vain. What is empty is in no tile.
+bisection into tiles that are full; causal, which kernels compute without reading a mask; of a
+sliding window; or masked, with few pairs that are computed in vain. What is empty is in no tile.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionTile", "BlockPairs", "BlockTiles", "SeenQueries", "TileKind", "block_tiles",
-    "causal_strips", "divide_causal", "join_equal",
+    "causal_strips", "divide_causal", "join_equal", "window_strips",
 ]  # fmt: skip
 
-TileKind: TypeAlias = Literal["full", "causal", "masked", "block"]
+TileKind: TypeAlias = Literal["full", "causal", "window", "masked", "block"]
 _DENSE = 0.9  # of a tile's pairs: if more are attended, it is masked and not divided
 _CAUSAL_TILES = 3
 _STRIPS = 4
+_WINDOW_STRIPS = 8  # of a window's length, so that an eighth is computed in vain
+_WINDOW_QUERIES = 2048  # of a call, as the gradients of its keys take 9 times their memory
 _CALL_PAIRS = 4096  # a call costs as much as some pairs; fewer than these are computed in vain
 
 
@@ -42,7 +44,7 @@ _CALL_PAIRS = 4096  # a call costs as much as some pairs; fewer than these are c
 class AttentionTile:
     """Queries and keys of one kernel call, by their places on this rank and in the block.
 
-    It may be several of equal sizes, as documents of one length have them.
+    It may be several of equal sizes, as documents of one length and sliding windows have them.
 
     Attributes:
         rows: of the batch.
@@ -50,10 +52,12 @@ class AttentionTile:
         keys: a range of the block's keys, so too.
         kind: ``"causal"``: there are at least as many keys as queries, of which the last attends to
             all keys, and each other to one fewer than the next; ``"full"``: all attend to all;
-            ``"masked"``: to those of the mask; ``"block"``: so too, and the queries and keys are
-            all of a block, whose mask is FlexAttention's.
+            ``"window"``: to equally many, and to the next ones of those of the query before;
+            ``"masked"``: to those of the mask, which is the same for all ranges; ``"block"``: so
+            too, and the queries and keys are all of a block, whose mask is FlexAttention's.
         count: how many ranges of queries, and of keys, there are: each of queries attends to one.
-        step: from the beginning of a range to that of the next.
+        step: from the beginning of a range to that of the next; ranges of queries are disjoint,
+            and those of keys may overlap.
     """
 
     rows: slice
@@ -68,8 +72,8 @@ class AttentionTile:
         """The number of products of a query and a key that are computed, in a row of the batch."""
         queries: int = self.queries.stop - self.queries.start
         keys: int = self.keys.stop - self.keys.start
-        above = queries * (queries - 1) // 2 if self.kind == "causal" else 0
-        return self.count * (queries * keys - above)
+        beside = {"causal": queries * (queries - 1) // 2, "window": queries * (queries - 1)}
+        return self.count * (queries * keys - beside.get(self.kind, 0))
 
     @property
     def query_ranges(self) -> list[slice]:
@@ -96,10 +100,30 @@ class AttentionTile:
         """Returns the tile's keys of a tensor of (batch, heads, keys, ...), so too."""
         return self._part(tensor, self.keys, 2)
 
+    def add_to_keys(self, total: torch.Tensor, terms: torch.Tensor) -> None:
+        """Adds to the tile's keys of a tensor, whose ranges may overlap.
+
+        Args:
+            total: (batch, heads, keys, features).
+            terms: as `of_keys` returns the tile's part of it.
+        """
+        length = self.keys.stop - self.keys.start
+        each = length if self.count == 1 else self.step
+        for first in range(0, length, each):
+            last = min(first + each, length)
+            keys = slice(self.keys.start + first, self.keys.start + last)
+            self._part(total, keys, 2).add_(terms[..., first:last, :])
+
     def _part(self, tensor: torch.Tensor, places: slice, dim: int, rows: int = 1) -> torch.Tensor:
         length, step = (places.stop - places.start) * rows, self.step * rows
         part = tensor[self.rows].narrow(dim, places.start * rows, (self.count - 1) * step + length)
         return part if self.count == 1 else part.unfold(dim, length, step).movedim(-1, dim + 1)
+
+    def ranges(self) -> Iterator[AttentionTile]:
+        """Yields a tile of one range for each of this one's."""
+        for number in range(self.count):
+            queries, keys = (_moved(one, number * self.step) for one in (self.queries, self.keys))
+            yield replace(self, queries=queries, keys=keys, count=1, step=0)
 
     def split(self, count: int) -> tuple[AttentionTile, AttentionTile]:
         """Returns the tile's first ranges, of this number, and the others."""
@@ -146,7 +170,8 @@ class BlockTiles:
 
         An early and a late chunk of zig-zag order have three: a causal one each, and a full one.
         """
-        return len(self.tiles) <= _CAUSAL_TILES and all(t.kind != "masked" for t in self.tiles)
+        plain = all(tile.kind in ("full", "causal") for tile in self.tiles)
+        return plain and len(self.tiles) <= _CAUSAL_TILES
 
     def whole(self) -> AttentionTile | None:
         """Returns the one tile of kind ``"block"`` that has all pairs; None: the block is empty."""
@@ -241,6 +266,39 @@ def causal_strips(tile: AttentionTile, shortest: int, longest: int) -> Iterator[
     for start, stop in pairwise(edges):
         own, keys = slice(first + start, first + stop), slice(key, key + stop)
         yield replace(tile, queries=own, keys=keys)
+
+
+def window_strips(tile: AttentionTile, shortest: int, longest: int) -> Iterator[AttentionTile]:
+    """Divides a tile of a sliding window into masked ones, each with all keys of its queries.
+
+    A part has an eighth of the window's length in queries, so that it computes an eighth in vain.
+    Parts are joined to tiles of several ranges, all but a shorter last one.
+
+    Args:
+        tile: of any kind; others than windows are not divided.
+        shortest: the number of queries of a part at least, if there are as many.
+        longest: the number of queries of a part at most.
+    """
+    if tile.kind != "window":
+        yield tile
+        return
+    first, key = tile.queries.start, tile.keys.start
+    count = tile.queries.stop - first
+    window = tile.keys.stop - key - count + 1
+    each = min(max(shortest, window // _WINDOW_STRIPS), longest, count)
+    strips, rest = divmod(count, each)
+
+    def part(strip: int, queries: int, ranges: int) -> AttentionTile:
+        start, step = strip * each, each if ranges > 1 else 0
+        own = slice(first + start, first + start + queries)
+        keys = slice(key + start, key + start + queries + window - 1)
+        return AttentionTile(tile.rows, own, keys, "masked", ranges, step)
+
+    most = max(1, _WINDOW_QUERIES // each)
+    for strip in range(0, strips, most):
+        yield part(strip, each, min(most, strips - strip))
+    if rest:
+        yield part(strips, rest, 1)
 
 
 def join_equal(tiles: Iterable[AttentionTile]) -> list[AttentionTile]:
@@ -350,6 +408,8 @@ class _Band:
         rows = last - first
         if inner <= left and outer >= right:
             yield self._tile(first, last, left, right, "full")
+        elif self._is_window(first, last, left, right):
+            yield self._tile(first, last, left, right, "window")
         elif self._is_causal(first, last, left, right):
             yield from self.tiles(first, last, left, stop[first] - 1)
             yield self._tile(first, last, stop[first] - 1, stop[last - 1], "causal")
@@ -378,6 +438,21 @@ class _Band:
             and all(stop[place] == diagonal + 1 + place - first for place in range(first, last))
         )
 
+    def _is_window(self, first: int, last: int, left: int, right: int) -> bool:
+        """Whether each query attends to the next ones of the keys of the one before."""
+        start, stop = self._start, self._stop
+        return (
+            left == start[first]
+            and right == stop[last - 1]
+            and all(self._step(place) == (1, 1) for place in range(first, last - 1))
+            and stop[first] > start[first]
+        )
+
+    def _step(self, place: int) -> tuple[int, int]:
+        """Returns by how much the bounds of the next query's keys are greater than a query's."""
+        start, stop = self._start, self._stop
+        return start[place + 1] - start[place], stop[place + 1] - stop[place]
+
     def _is_masked(self, first: int, last: int, left: int, right: int) -> bool:
         """Whether few pairs are computed in vain if all are."""
         ranges = zip(self._start[first:last], self._stop[first:last], strict=True)
@@ -386,10 +461,21 @@ class _Band:
         return last - first == 1 or pairs - attended <= max(_CALL_PAIRS, (1 - _DENSE) * pairs)
 
     def _divide(self, first: int, last: int) -> int:
-        """Returns the middle, or the edge of a document that is nearest to it."""
+        """Returns the middle, or the edge of a document or window that is nearest to it.
+
+        Between edges the bounds of keys advance evenly, each by no or by one key a query. A query
+        where they begin to advance otherwise is the last before the edge.
+        """
         middle = (first + last) // 2
-        start = self._start
-        edges = (bisect_left(start, start[middle], first, last),
-                 bisect_right(start, start[middle], first, last))  # fmt: skip
-        inside = [edge for edge in edges if first < edge < last]
-        return min(inside, key=lambda edge: abs(edge - middle), default=middle)
+        early = next(
+            (edge for edge in range(middle, first, -1) if self._is_edge(edge, first)), None
+        )
+        late = next((edge for edge in range(middle + 1, last) if self._is_edge(edge, first)), None)
+        edges = [edge for edge in (early, late) if edge is not None]
+        return min(edges, key=lambda edge: abs(edge - middle), default=middle)
+
+    def _is_edge(self, place: int, first: int) -> bool:
+        """Whether bounds jump to a query, or advance to it otherwise than to the one before it."""
+        step = self._step(place - 1)
+        before = self._step(place - 2) if place - 1 > first else step
+        return max(step) > 1 or (max(before) <= 1 and before != step)

@@ -30,6 +30,7 @@ class CpuFlash(AttentionKernel):
 
     causal_queries = 1024
     causal_strips = (64, 128)
+    window_strips = (32, 1024)
     has_group_rows = True
     joins_tiles = True
 

@@ -13,12 +13,20 @@ all keys, so the gradients of tiles add up.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from plan_api.context_parallel.tiles import AttentionTile, BlockPairs
+from plan_api.context_parallel.tiles import (
+    AttentionTile,
+    BlockPairs,
+    causal_strips,
+    divide_causal,
+    join_equal,
+    window_strips,
+)
 
 __all__ = [
     "AttentionGradients",
@@ -74,9 +82,10 @@ class AttentionKernel(ABC):
             diagonal.
         causal_strips: the arguments of `causal_strips`, by which causal tiles are divided into some
             that have more keys than queries; None: they are not.
+        window_strips: the arguments of `window_strips`, by which those of windows are divided.
         has_group_rows: whether queries of a group are rows of one product.
         has_group_heads: whether a group of query heads takes its key-value head as it is.
-        joins_tiles: whether a call takes several causal tiles of equal sizes.
+        joins_tiles: whether a call takes several tiles of equal sizes.
 
     Args:
         scale: of products before the softmax.
@@ -85,12 +94,25 @@ class AttentionKernel(ABC):
 
     causal_queries = 2048
     causal_strips: tuple[int, int] | None = None
+    window_strips: tuple[int, int] = (64, 1024)
     has_group_rows = False
     has_group_heads = False
     joins_tiles = False
 
     def __init__(self, scale: float, groups: int) -> None:
         self._scale, self._groups = scale, groups
+
+    @classmethod
+    def divide(cls, tiles: Iterable[AttentionTile]) -> tuple[AttentionTile, ...]:
+        """Returns the tiles of a block as the kernel computes them, one a call."""
+        halves = [one for tile in tiles for one in divide_causal(tile, cls.causal_queries)]
+        joined = join_equal(halves) if cls.joins_tiles else halves
+        parts = [part for tile in joined for part in window_strips(tile, *cls.window_strips)]
+        if cls.causal_strips is not None:
+            parts = [part for tile in parts for part in causal_strips(tile, *cls.causal_strips)]
+        if cls.joins_tiles:
+            return tuple(parts)
+        return tuple(one for part in parts for one in part.ranges())
 
     @property
     def rows(self) -> int:

@@ -23,9 +23,6 @@ from plan_api.context_parallel.tiles import (
     AttentionTile,
     BlockTiles,
     SeenQueries,
-    causal_strips,
-    divide_causal,
-    join_equal,
 )
 
 __all__ = ["Block", "BlockBackward", "BlockForward", "CallKernels", "pack", "sinks_grad"]
@@ -100,12 +97,7 @@ class CallKernels:
 
 @lru_cache(maxsize=1024)
 def _divided(block: BlockTiles, kernel: type[AttentionKernel]) -> tuple[AttentionTile, ...]:
-    tiles = [one for tile in block.tiles for one in divide_causal(tile, kernel.causal_queries)]
-    if kernel.joins_tiles:
-        tiles = join_equal(tiles)
-    if kernel.causal_strips is None:
-        return tuple(tiles)
-    return tuple(part for tile in tiles for part in causal_strips(tile, *kernel.causal_strips))
+    return kernel.divide(block.tiles)
 
 
 class _BlockAttention:
@@ -239,8 +231,8 @@ class BlockBackward(_BlockAttention):
                 grad_query += part.query
             else:
                 grad_query.copy_(part.query)
-            local.of_keys(grad_key).add_(part.key)
-            local.of_keys(grad_value).add_(part.value)
+            local.add_to_keys(grad_key, part.key)
+            local.add_to_keys(grad_value, part.value)
 
 
 def sinks_grad(
