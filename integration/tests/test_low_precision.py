@@ -1,14 +1,21 @@
 """Training with --precision: near the losses without, and with one loss in layouts of data."""
 
+import re
+
 import pytest
+import torch.distributed as dist
 
 from integration.errors import UsageError
 from integration.models import DECODERS, build_model
 from integration.systems import SYSTEM_NAMES, get_system
 from integration.systems.base import LayerPolicies
 from integration.train.config import TrainConfig, parse_config
+from integration.train.launch.world import World
+from integration.train.model.parallel_model import parallel_model
 from integration.train.model.precision import use_precision
+from integration.train.setup import prepare
 from integration.train.validation import validate
+from testkit import run_ranks
 
 pytestmark = [
     # On CPUs these run in plain torch.
@@ -153,6 +160,24 @@ def test_blocks_that_do_not_fit_are_refused_before_the_model_changes():
     with pytest.raises(UsageError, match=r"--precision float8-block: .*\(64, 64\); the nearest"):
         use_precision(model, policies, "cpu")
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.ranks
+def test_blocks_that_do_not_fit_one_stage_are_refused_on_the_ranks_of_all():
+    """The first stage has no layer with the recipe."""
+
+    def check():
+        config = TrainConfig(
+            model="llama-tiny", system="plan", ranks=2, micro_batch=2, pp_degree=2,
+            precision="float8-block", precision_exclude=r"model\.layers\.0\..*|lm_head",
+        )  # fmt: skip
+        with pytest.raises(UsageError) as raised:
+            parallel_model(prepare(config, 2), World(dist.get_rank(), 2))
+        return str(raised.value)
+
+    first, second = run_ranks(check, 2)
+    assert first == second
+    assert re.match(r"--precision float8-block: .*model\.layers\.1\..*; the nearest", first)
 
 
 def test_compiled_experts_are_refused_unless_they_are_excluded():
