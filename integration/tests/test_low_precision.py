@@ -110,6 +110,28 @@ def test_products_and_policies_have_losses_near_those_of_one_device(train_runs, 
 
 @pytest.mark.ranks
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["float8-block", "float8-tensorwise", "mxfp8"])
+def test_every_recipe_has_losses_near_those_of_one_device(recipe, train_runs, tmp_path):
+    """By phases, with a sharded sequence, and compiled; float8-rowwise is above."""
+    base = {"precision": recipe}
+    if recipe == "float8-block":
+        base |= {"model": _in_blocks("llama", tmp_path), "sequence_length": 32}
+    (one,) = train_runs(1, [base], out=tmp_path / "one", steps=2)
+    plan = base | {"system": "plan"}
+    runs = [
+        plan | {"dp_shard": 2, "zero3": True},
+        plan | {"dp_shard": 2, "compile": "aot_eager"},
+        plan | {"dp_shard": 2, "activation_checkpointing": "full"},
+        plan | {"cp": 2},
+    ]
+    *data, sequence = train_runs(2, runs, out=tmp_path / "two", steps=2)
+    for losses in data:
+        assert losses == pytest.approx(one, abs=1e-5)
+    assert sequence == pytest.approx(one, abs=1e-3)  # tensorwise scales are of a rank's tokens
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["float8-block", *RECIPES])
 def test_pipelines_have_the_losses_of_one_device_that_runs_their_microbatches(
     recipe, train_runs, tmp_path
