@@ -1,14 +1,21 @@
 """Training with --precision: near the losses without, and with one loss in layouts of data."""
 
+import re
+
 import pytest
+import torch.distributed as dist
 
 from integration.errors import UsageError
 from integration.models import DECODERS, build_model
 from integration.systems import SYSTEM_NAMES, get_system
 from integration.systems.base import LayerPolicies
 from integration.train.config import TrainConfig, parse_config
+from integration.train.launch.world import World
+from integration.train.model.parallel_model import parallel_model
 from integration.train.model.precision import use_precision
+from integration.train.setup import prepare
 from integration.train.validation import validate
+from testkit import run_ranks
 
 pytestmark = [
     # On CPUs these run in plain torch.
@@ -103,6 +110,28 @@ def test_products_and_policies_have_losses_near_those_of_one_device(train_runs, 
 
 @pytest.mark.ranks
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["float8-block", "float8-tensorwise", "mxfp8"])
+def test_every_recipe_has_losses_near_those_of_one_device(recipe, train_runs, tmp_path):
+    """By phases, with a sharded sequence, and compiled; float8-rowwise is above."""
+    base = {"precision": recipe}
+    if recipe == "float8-block":
+        base |= {"model": _in_blocks("llama", tmp_path), "sequence_length": 32}
+    (one,) = train_runs(1, [base], out=tmp_path / "one", steps=2)
+    plan = base | {"system": "plan"}
+    runs = [
+        plan | {"dp_shard": 2, "zero3": True},
+        plan | {"dp_shard": 2, "compile": "aot_eager"},
+        plan | {"dp_shard": 2, "activation_checkpointing": "full"},
+        plan | {"cp": 2},
+    ]
+    *data, sequence = train_runs(2, runs, out=tmp_path / "two", steps=2)
+    for losses in data:
+        assert losses == pytest.approx(one, abs=1e-5)
+    assert sequence == pytest.approx(one, abs=1e-3)  # tensorwise scales are of a rank's tokens
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["float8-block", *RECIPES])
 def test_pipelines_have_the_losses_of_one_device_that_runs_their_microbatches(
     recipe, train_runs, tmp_path
@@ -153,6 +182,24 @@ def test_blocks_that_do_not_fit_are_refused_before_the_model_changes():
     with pytest.raises(UsageError, match=r"--precision float8-block: .*\(64, 64\); the nearest"):
         use_precision(model, policies, "cpu")
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.ranks
+def test_blocks_that_do_not_fit_one_stage_are_refused_on_the_ranks_of_all():
+    """The first stage has no layer with the recipe."""
+
+    def check():
+        config = TrainConfig(
+            model="llama-tiny", system="plan", ranks=2, micro_batch=2, pp_degree=2,
+            precision="float8-block", precision_exclude=r"model\.layers\.0\..*|lm_head",
+        )  # fmt: skip
+        with pytest.raises(UsageError) as raised:
+            parallel_model(prepare(config, 2), World(dist.get_rank(), 2))
+        return str(raised.value)
+
+    first, second = run_ranks(check, 2)
+    assert first == second
+    assert re.match(r"--precision float8-block: .*model\.layers\.1\..*; the nearest", first)
 
 
 def test_compiled_experts_are_refused_unless_they_are_excluded():

@@ -186,6 +186,7 @@ def test_the_command_draws_a_row_per_sample(checkpoints, tmp_path, capsys):
         ("nowhere", [], "is not a complete checkpoint"),
         ("one", ["--samples", "0"], "--samples: expected at least 1, got 0"),
         ("one", ["--steps", "1000"], "sampling steps: expected 1 to 999"),
+        ("one", ["--precision", "float8-block"], "--precision float8-block: "),
         (
             "one",
             ["--out", "picture.gif"],

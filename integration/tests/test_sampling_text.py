@@ -11,7 +11,12 @@ from integration.data.tokenizer import ByteTokenizer, train_bpe
 from integration.errors import EXIT_USAGE, UsageError
 from integration.models import build_model, model_shape
 from integration.sampling import TextModel, TextSampling, generate, load_text_model, main
-from integration.train.checkpoint.checkpoint import FOLDER
+from integration.systems.base import LayerPolicies
+from integration.train.checkpoint.checkpoint import FOLDER, load_weights
+from integration.train.config import TrainConfig
+from integration.train.launch.world import World
+from integration.train.model.parallel_model import parallel_model
+from integration.train.setup import prepare
 
 TEXT = Path(integration.data.__file__).parent
 
@@ -128,6 +133,32 @@ def test_a_sharded_checkpoint_writes_the_text_of_one_device(checkpoints, tmp_pat
     trained = load_text_model(checkpoints["one"]).model.state_dict()["lm_head.weight"]
     fresh = build_model(model_shape("llama-tiny").with_vocabulary(300), seed=0).state_dict()
     assert not torch.equal(trained, fresh["lm_head.weight"])
+
+
+@pytest.mark.ranks
+def test_a_recipe_gives_the_loss_that_the_trainer_evaluates_with_it(checkpoints, capsys):
+    path, tokens = checkpoints["bytes"], torch.arange(64).view(2, 32)
+    policies = LayerPolicies(precision="float8-rowwise", precision_exclude="lm_head")
+    sampled = load_text_model(path, policies=policies).model
+    config = TrainConfig(
+        model="llama-tiny", precision=policies.precision, precision_exclude="lm_head"
+    )
+    setup = prepare(config, 1)
+    trained = parallel_model(setup, World(0, 1)).model.eval()
+    load_weights(path, trained.state_dict())
+    with torch.no_grad():
+        expected = setup.system.evaluate(trained, {"input_ids": tokens, "labels": tokens})
+        found = sampled(input_ids=tokens, labels=tokens).loss
+        without = load_text_model(path).model(input_ids=tokens, labels=tokens).loss
+    assert found.equal(expected)
+    assert not found.equal(without)
+    for arguments, message in (
+        (["--precision-exclude", "lm_head"], "expected --precision with a recipe"),
+        (["--precision", "mxfp8", "--precision-exclude", "("], "expected a regular expression"),
+        (["--precision", "float8-block"], "the nearest that fits is"),
+    ):
+        assert main([str(path), *arguments]) == EXIT_USAGE
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.ranks

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from integration.pipeline.split import (
 )
 from integration.pipeline.stage import Stage
 from integration.pipeline.stage_context import StageContext
-from integration.pipeline.stage_parallelism import STAGE_SYSTEMS
+from integration.pipeline.stage_parallelism import STAGE_SYSTEMS, check_stages
 from integration.pipeline.stage_random import StageRandom
 from integration.pipeline.tied import TiedCopy, add_gradients, name_as_first
 from integration.pipeline.trial_run import trial_runs
@@ -170,6 +170,18 @@ class RankPipeline:
         parts: dict[int, nn.Module] = {}
         self._parts: dict[int, nn.Module] = {}  # parallelized
         self._z_losses: list[RouterZLoss] = []
+        context = StageContext(
+            mesh[axes],
+            model,
+            self._family,
+            chain,
+            layout.stages[indices[0]],
+            apart,
+            shape,
+            inner.degrees,
+            inner.layer_policies,
+        )
+        check_stages(inner.name, context)
         for index in indices:
             units = layout.stages[index]
             parts[index] = part = model_part(model, units, chain)
@@ -177,18 +189,7 @@ class RankPipeline:
             inner.autocast(part)
             if (z_loss := router_options.install(part)) is not None:
                 self._z_losses.append(z_loss)
-            context = StageContext(
-                mesh[axes],
-                model,
-                self._family,
-                chain,
-                units,
-                apart,
-                shape,
-                inner.degrees,
-                inner.layer_policies,
-            )
-            self._parts[index] = STAGE_SYSTEMS[inner.name](part, context)
+            self._parts[index] = STAGE_SYSTEMS[inner.name](part, replace(context, units=units))
         self._plan_parts = list(self._parts.values()) if inner.name == "plan" else []
         own = [unit for index in indices for unit in layout.stages[index]]
         self.model = model_part(model, own, chain)

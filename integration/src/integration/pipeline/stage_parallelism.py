@@ -71,6 +71,22 @@ def _plan(part: nn.Module, context: StageContext) -> nn.Module:
     return parallelize_stage(part, context)
 
 
+def check_stages(system: str, context: StageContext) -> None:
+    """Refuses what a stage of this rank or another cannot have, on all ranks alike.
+
+    Args:
+        system: that parallelizes stages.
+        context: of any stage.
+
+    Raises:
+        UsageError: a recipe of ``--precision`` does not fit a layer.
+    """
+    if system == "plan":
+        from integration.pipeline.stage_plan import check_recipe
+
+        check_recipe(context)
+
+
 STAGE_SYSTEMS: dict[str, Callable[[nn.Module, StageContext], nn.Module]] = {
     "single": _single,
     "ddp": _ddp,

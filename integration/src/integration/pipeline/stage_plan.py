@@ -7,7 +7,7 @@ It is imported on use, as other systems need only torch.
 
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from torch import Tensor, nn
@@ -17,22 +17,32 @@ from torch.distributed.tensor.placement_types import Placement
 from integration.pipeline.families import PassedTensor
 from integration.pipeline.stage_context import StageContext
 from integration.systems.zoo import add_layer_policies, plan_of, precision_error
-from plan_api import Plan, installed, parallelize
+from plan_api import Plan, installed, lower, parallelize
 
 
-def parallelize_stage(part: nn.Module, context: StageContext) -> nn.Module:
-    """Applies the plan of the full model to a part of it.
+def check_recipe(context: StageContext) -> None:
+    """Refuses a recipe that does not fit a layer of the full model, on whichever stage.
+
+    Ranks of all stages call it before they parallelize one: a rank whose own stages fit would wait
+    for the others otherwise.
 
     Raises:
         UsageError: a recipe of ``--precision`` does not fit a layer.
     """
-    mode: Literal["static", "eager"] = "static" if context.degrees.static else "eager"
+    if context.layer_policies.precision == "none":
+        return
     try:
-        model = parallelize(part, stage_plan(part, context), mode=mode)
+        lower(_plan_of_model(context), context.model, mode=_mode(context))
     except ValueError as error:
         if (usage_error := precision_error(context.layer_policies, error)) is not None:
             raise usage_error from error
         raise
+
+
+def parallelize_stage(part: nn.Module, context: StageContext) -> nn.Module:
+    """Applies the plan of the full model, whose recipe fits, to a part of it."""
+    mode = _mode(context)
+    model = parallelize(part, stage_plan(part, context), mode=mode)
     if mode == "static":
         _show_leaves(model)
     return model
@@ -57,11 +67,7 @@ def _show_leaves(model: nn.Module) -> None:
 def stage_plan(part: nn.Module, context: StageContext) -> Plan:
     """Returns the plan of a stage, with the placements of what stages pass on."""
     family, following = context.family, _unit_after(context)
-    plan = plan_of(
-        context.shape, context.mesh, context.degrees, in_pipeline=True, apart=context.tied,
-        precision=context.layer_policies.precision,
-    )  # fmt: skip
-    add_layer_policies(plan, context.layer_policies, context.shape, len(context.chain.layers))
+    plan = _plan_of_model(context, apart=context.tied)
     plan = plan.for_stage(part, context.model, last=following is None)
     if following is not None:
         for number, tensor in enumerate(family.passed):
@@ -74,6 +80,19 @@ def stage_plan(part: nn.Module, context: StageContext) -> Plan:
     if context.degrees.static and family.sequence_length_matters:
         _gather_sequence(plan, context, first)
     return plan
+
+
+def _plan_of_model(context: StageContext, apart: Sequence[str] = ()) -> Plan:
+    plan = plan_of(
+        context.shape, context.mesh, context.degrees, in_pipeline=True, apart=apart,
+        precision=context.layer_policies.precision,
+    )  # fmt: skip
+    add_layer_policies(plan, context.layer_policies, context.shape, len(context.chain.layers))
+    return plan
+
+
+def _mode(context: StageContext) -> Literal["static", "eager"]:
+    return "static" if context.degrees.static else "eager"
 
 
 def boundary(tensor: PassedTensor, context: StageContext, first: str) -> list[Placement]:

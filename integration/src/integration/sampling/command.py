@@ -15,7 +15,9 @@ from integration.models import shape_from
 from integration.report.command_output import ProgressBar, print_result
 from integration.sampling.image import Sampling, write_images
 from integration.sampling.text import TextSampling, generate, load_text_model
+from integration.systems.base import LayerPolicies, Precision
 from integration.train.checkpoint import checkpoint
+from integration.train.config import EXCLUDED_FROM_PRECISION, regular_expression
 from integration.train.folders import require_folder
 
 _DESCRIPTION = """Sample from a checkpoint of a run, of any system and number of ranks.
@@ -40,6 +42,10 @@ class SampleOptions:
     device: DeviceOption = "auto"
     """auto (the machine's accelerator, or the CPU), cpu, cuda, or sim, which is testkit's simulated
     accelerator."""
+    precision: Precision = "none"
+    """Recipe by which matrix products quantize their operands, as of a run with --precision."""
+    precision_exclude: str = EXCLUDED_FROM_PRECISION
+    """Pattern of the names of linear layers and experts that do not, as of the run."""
     json: bool = False
     """Print what was sampled as JSON, with the texts."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
@@ -105,10 +111,11 @@ def write_samples(options: SampleOptions) -> Sampled:
     """
     if options.samples is not None and options.samples < 1:
         raise UsageError(f"--samples: expected at least 1, got {options.samples}; give 1 or more")
+    policies = _policies(options)
     device = select_device(options.device)
     shape = shape_from(checkpoint.read_manifest(options.checkpoint).identity.model)
     if shape.modality is Modality.TEXT:
-        return _write_text(options, device)
+        return _write_text(options, device, policies)
     _refuse(
         options.text, ("prompt", "max_tokens", "temperature", "top_k", "tokenizer"), "a decoder"
     )
@@ -123,17 +130,32 @@ def write_samples(options: SampleOptions) -> Sampled:
             options.sampling,
             samples=options.samples or _IMAGES_OF_EACH_DIGIT,
             device=device,
+            policies=policies,
             progress=lambda step: bar.show("denoising", step, options.sampling.steps),
         )
     return Sampled(options.checkpoint, options.sampling.seed, options.out, images)
 
 
-def _write_text(options: SampleOptions, device: Device) -> Sampled:
+def _policies(options: SampleOptions) -> LayerPolicies:
+    """Returns the recipe of the model's products."""
+    if options.precision == "none" and options.precision_exclude != EXCLUDED_FROM_PRECISION:
+        raise UsageError(
+            "--precision-exclude: expected --precision with a recipe, got none; give one, or leave"
+            " --precision-exclude out"
+        )
+    try:
+        regular_expression(options.precision_exclude)
+    except ValueError as error:
+        raise UsageError(f"--precision-exclude: {error}; correct it") from error
+    return LayerPolicies(precision=options.precision, precision_exclude=options.precision_exclude)
+
+
+def _write_text(options: SampleOptions, device: Device, policies: LayerPolicies) -> Sampled:
     _refuse(options.sampling, ("steps", "guidance"), "a DiT")
     out = options.out
     if out is not None:
         _require_file(out, ".txt")
-    decoder = load_text_model(options.checkpoint, options.text.tokenizer)
+    decoder = load_text_model(options.checkpoint, options.text.tokenizer, policies, device.type)
     device.start(local_rank=0, rank=0)
     decoder.model.to(device.current)
     seed = options.sampling.seed

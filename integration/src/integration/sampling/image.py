@@ -17,8 +17,11 @@ from integration.device import Device
 from integration.errors import UsageError
 from integration.models import DiTShape, build_model_on_meta, shape_from
 from integration.models.dit import signal_rate
+from integration.systems.base import LayerPolicies
 from integration.train.checkpoint import checkpoint
+from integration.train.model.precision import use_precision
 
+_NO_POLICIES = LayerPolicies()
 # Predicts the noise in images (batch, 1, 8, 8) from their times and classes, (batch,) int64.
 Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -103,11 +106,16 @@ def sample(
     return noisy
 
 
-def load_dit(path: Path) -> nn.Module:
-    """Loads the DiT of a checkpoint of any system and number of ranks, in eval mode.
+def load_dit(path: Path, policies: LayerPolicies = _NO_POLICIES, device: str = "cpu") -> nn.Module:
+    """Loads the DiT of a checkpoint of any system and number of ranks on the CPU, in eval mode.
+
+    Args:
+        path: the checkpoint.
+        policies: with the recipe of its products.
+        device: type of the device on which it will run.
 
     Raises:
-        UsageError: the checkpoint is incomplete, or not a DiT's.
+        UsageError: the checkpoint is incomplete, or not a DiT's, or the recipe does not fit.
     """
     shape = shape_from(checkpoint.read_manifest(path).identity.model)
     if not isinstance(shape, DiTShape):
@@ -116,6 +124,7 @@ def load_dit(path: Path) -> nn.Module:
             " images; give a checkpoint of a DiT"
         )
     diffusion = build_model_on_meta(shape).to_empty(device="cpu")
+    use_precision(diffusion, policies, device)
     checkpoint.load_weights(path, diffusion.state_dict())
     return diffusion.get_submodule("model").eval()
 
@@ -136,6 +145,7 @@ def write_images(
     *,
     samples: int,
     device: Device,
+    policies: LayerPolicies = _NO_POLICIES,
     progress: Callable[[int], None] | None = None,
 ) -> int:
     """Samples images from a checkpoint and writes them as one PNG, a column per class.
@@ -146,15 +156,17 @@ def write_images(
         options: the steps, the guidance and the seed.
         samples: rows of images.
         device: of the model; it has been started.
+        policies: with the recipe of the model's products.
         progress: called with the number of steps done, before each step.
 
     Returns:
         The number of images.
 
     Raises:
-        UsageError: the checkpoint is incomplete or not a DiT's, or the file cannot be written.
+        UsageError: the checkpoint is incomplete or not a DiT's, the recipe does not fit, or the
+            file cannot be written.
     """
-    model = load_dit(path)
+    model = load_dit(path, policies, device.type)
     classes = digits_in_turn(samples).to(device.current)
     images = sample(model.to(device.current), classes, options, progress).cpu()
     # Imported after validation, as importing matplotlib takes seconds.

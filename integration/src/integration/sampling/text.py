@@ -12,7 +12,11 @@ from integration.data import TOKENIZER_FILE
 from integration.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, read_tokenizer
 from integration.errors import UsageError
 from integration.models import build_model, shape_from
+from integration.systems.base import LayerPolicies
 from integration.train.checkpoint import checkpoint
+from integration.train.model.precision import use_precision
+
+_NO_POLICIES = LayerPolicies()
 
 
 @dataclass(frozen=True)
@@ -55,16 +59,23 @@ class TextModel:
     tokenizer: Tokenizer
 
 
-def load_text_model(path: Path, tokenizer: Path | None = None) -> TextModel:
-    """Loads the decoder of a checkpoint of any system and number of ranks.
+def load_text_model(
+    path: Path,
+    tokenizer: Path | None = None,
+    policies: LayerPolicies = _NO_POLICIES,
+    device: str = "cpu",
+) -> TextModel:
+    """Loads the decoder of a checkpoint of any system and number of ranks, on the CPU.
 
     Args:
         path: the checkpoint.
         tokenizer: its tokenizer.json; None: that of its run folder, or bytes.
+        policies: with the recipe of its products.
+        device: type of the device on which it will run.
 
     Raises:
-        UsageError: the checkpoint is incomplete, its model generates no text, or the tokenizer is
-            not the one that it was trained with.
+        UsageError: the checkpoint is incomplete, its model generates no text, the tokenizer is not
+            the one that it was trained with, or the recipe does not fit.
     """
     identity = checkpoint.read_manifest(path).identity
     shape = shape_from(identity.model)
@@ -75,6 +86,7 @@ def load_text_model(path: Path, tokenizer: Path | None = None) -> TextModel:
             f"checkpoint {path}: expected a decoder, got a {shape.family} model, which generates no"
             " text; give a checkpoint of a decoder"
         )
+    use_precision(model, policies, device)
     checkpoint.load_weights(path, model.state_dict())
     return TextModel(model.eval(), found)
 

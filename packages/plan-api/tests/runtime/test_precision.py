@@ -210,7 +210,7 @@ def test_weights_are_gathered_as_operands_where_granularities_keep_their_blocks(
     run_ranks(check, 2, timeout=240)
 
 
-def _traffic_of_pair(recipe, mode, options):
+def _traffic_of_pair(recipe, mode, options, backend=None):
     """Gradients; bytes sent by forward's gathers, by those in bytes, and by all-reduces; forms."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     rank = mesh.get_local_rank("dp")
@@ -218,8 +218,13 @@ def _traffic_of_pair(recipe, mode, options):
     plan.annotate(r".*\.grad", P, "dp")
     for path in ("up", "down"):
         plan.fully_shard(path, "dp", reshard_after_forward=True, **options)
+        if backend is not None:
+            plan.compile(path, backend)
     model = parallelize(_pair(256), plan, mode=mode, guard_steps=0, use=())
     x, grad = _data(4, 20, 256)
+    y = model(x)  # compares plans, and compiles, which have calls of their own
+    (y.to_local() if isinstance(y, DTensor) else y).backward(grad.chunk(2)[rank])
+    model.zero_grad()
     with CommLog() as forward:
         y = model(x)
     with CommLog() as backward:
@@ -254,6 +259,28 @@ def test_weights_that_tensor_parallelism_shards_are_gathered_as_operands():
                 assert not plainly_sent[1]
 
     run_ranks(check, 4, timeout=240)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@quiet
+def test_compiled_modules_gather_the_operands_and_have_the_bits_of_eager_ones():
+    from fsdp import Block
+
+    def check():
+        for mode in ("eager", "static"):
+            for recipe in RECIPES:
+                torch._dynamo.reset()
+                grads, sent, values = _traffic_of_pair(recipe, mode, {}, "aot_eager")
+                assert values == {f"operand={recipe}"}
+                expected, eager_sent, _ = _traffic_of_pair(recipe, mode, {})
+                _assert_equal(grads, expected)
+                assert sent == eager_sent
+                _, plainly_sent, _ = _traffic_of_pair(recipe, mode, {"granularity": Block(31)})
+                more = max(0, sent[2] - plainly_sent[2])
+                assert 0 < sent[1] + more <= 0.27 * 2 * plainly_sent[0], (recipe, sent)
+
+    run_ranks(check, 4, timeout=400)
 
 
 @pytest.mark.ranks

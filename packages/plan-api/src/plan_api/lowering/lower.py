@@ -97,9 +97,7 @@ def lower(
     compiled = resolve_policies(plan, model, EntryKind.COMPILE)
     check_compiled(compiled, recomputed, fully_sharded, placed, ops)
     precisions = resolve_precision(plan.entries, model, placed, plan.mesh, mode, compiled)
-    values = values_with_operands(
-        values, model, precisions, compiled, fully_sharded, placed, plan.mesh
-    )
+    values = values_with_operands(values, model, precisions, fully_sharded, placed, plan.mesh)
     validate(model, ops, placed, fully_sharded, values, plan.mesh, of_stage=plan.of_stage)
     sites = tuple(fuse(ops))
     regions = [op.path for op in ops if op.kind is OpKind.LOCAL]

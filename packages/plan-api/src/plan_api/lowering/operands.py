@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.lowering.fully_shard import entry_for, is_sharded_by_plan
 from plan_api.lowering.ir import FullyShard, ModulePolicy, Schedule, ShardValues
-from plan_api.lowering.model_names import is_inside
 from plan_api.ops.low_precision.experts import expert_weights, is_experts
 from plan_api.ops.low_precision.recipes import Recipe
 from plan_api.ops.low_precision.weights import GatheredOperand
@@ -27,7 +26,6 @@ def values_with_operands(
     values: Mapping[str, ShardValues],
     model: nn.Module,
     precisions: Mapping[str, ModulePolicy],
-    compiled: Iterable[str],
     entries: Mapping[str, FullyShard],
     schedules: Mapping[str, Schedule],
     mesh: DeviceMesh,
@@ -36,21 +34,18 @@ def values_with_operands(
 
     Others are gathered in the dtype of compute, and quantized afterwards, to the same bits: those
     that other modules use, of which the plan gives ranks unequal parts while they are used, that a
-    granularity would split in blocks with a scale, that stay gathered, or that are in compiled
-    modules; and where backward gathers other bytes than forward, those that are resharded over
-    fewer ranks.
+    granularity would split in blocks with a scale, or that stay gathered; and where backward
+    gathers other bytes than forward, those that are resharded over fewer ranks.
 
     Args:
         values: of parameters, by their first names.
         model: any; it is not changed.
         precisions: the recipes of linear layers and experts, by path.
-        compiled: the paths of compiled modules.
         entries: of fully_shard, by path.
         schedules: of parameters, by their first names.
         mesh: of the plan.
     """
     found = dict(values)
-    compiled = tuple(compiled)
     for name, recipe in recipes_of_weights(model, precisions).items():
         entry, schedule = entry_for(name, entries), schedules.get(name)
         if entry is None or is_sharded_by_plan(name, entry, schedules, mesh):
@@ -59,12 +54,7 @@ def values_with_operands(
         run = () if schedule is None else schedule.run
         # `resolve_precision` has checked that each rank's part has whole blocks.
         shape = _even_shape(model.get_parameter(name), run, mesh)
-        if (
-            shape is not None
-            and before.quantize is None
-            and not any(is_inside(name, path) for path in compiled)
-            and _gathers(entry, form, before, shape)
-        ):
+        if shape is not None and before.quantize is None and _gathers(entry, form, before, shape):
             found[name] = replace(before, operand=recipe)
     return found
 

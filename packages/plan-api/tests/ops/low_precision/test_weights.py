@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +18,8 @@ from plan_api import (
     GatheredOperand,
     use_low_precision,
 )
+from plan_api.ops.low_precision.graph_products import multiply_in_graph
+from plan_api.ops.low_precision.products import choose_kernels, multiply
 from plan_api.ops.low_precision.quantize import amax_of, quantize, scales_of
 from plan_api.ops.low_precision.weights import QuantizedWeight
 from testkit import CommLog, run_ranks
@@ -212,6 +215,39 @@ def test_other_operators_dequantize_and_memory_is_freed():
 
 
 @pytest.mark.ranks
+def test_graphs_find_the_operands_by_the_key_of_a_weight():
+    """An operand that is not gathered yet is gathered where its product runs."""
+
+    def check():
+        for recipe in RECIPES:
+            model = _sharded(recipe, True, _net(), reshard_after_forward=True)
+            model[0].unshard()
+            weight = model[0].up.weight.detach()
+            _, context = weight.__tensor_flatten__()
+            in_graph = QuantizedWeight.__tensor_unflatten__(
+                {"key": weight.key.clone()}, context, weight.shape, weight.stride()
+            )
+            assert torch.equal(in_graph * 1, weight * 1)
+            assert torch.equal(in_graph.t() * 1, weight.t() * 1)
+            for is_gradient in (True, False):
+                operands = recipe.grad_input if is_gradient else recipe.output
+                tokens = torch.randn(32, weight.shape[0 if is_gradient else 1])
+                scales = scales_of(amax_of(tokens, operands.left), operands.left)
+                left = quantize(tokens, operands.left, scales)
+                kernels = choose_kernels("", recipe, "cpu")
+                found = multiply_in_graph(
+                    left, in_graph, torch.float32, kernels, is_gradient=is_gradient
+                )
+                right = weight.of_grad_input() if is_gradient else weight.of_output()
+                assert torch.equal(found, multiply(left, right, torch.float32, kernels))
+            model[0].reshard()
+            with pytest.raises(RuntimeError, match="got sharded parameters"):
+                multiply_in_graph(left, in_graph, torch.float32, kernels, is_gradient=False)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.ranks
 def test_frozen_weights_are_gathered_as_operands():
     def check():
         x = _batch().requires_grad_()
@@ -255,3 +291,49 @@ def test_what_operands_cannot_be_is_refused():
             GatheredOperand("float8")
 
     run_ranks(check, 1)
+
+
+class Tied(nn.Module):
+    """A linear layer, of whose weight another operator takes the elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 64)
+
+    def forward(self, x):
+        return self.linear(x).sin() + self.linear.weight.square().sum()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow  # torch.compile takes seconds
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be")
+def test_graphs_have_the_bits_of_eager_products_and_layers_share_one():
+    """Operands of backward do not exist in forward; the last module dequantizes its weight, too."""
+
+    def run(backend):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), Tied())
+        use_low_precision(model, ".*", Float8Rowwise())
+        for module in model:
+            fsdp.fully_shard(
+                module, quantize_fn=_operands(Float8Rowwise()), reshard_after_forward=True
+            )
+            if backend is not None:
+                module.forward = torch.compile(module.forward, backend=backend, fullgraph=True)
+        fsdp.fully_shard(model)
+        x = _batch(32).requires_grad_()
+        found = _step(model, x) | {"x": x.grad}
+        weight = model[0].weight
+        with torch.no_grad():
+            weight.mul_(2.0)
+        x.grad = None
+        return found, _step(model, x) | {"x": x.grad}
+
+    def check():
+        backend = CompileCounterWithBackend("aot_eager")
+        for expected, found in zip(run(None), run(backend), strict=True):
+            _assert_same_bits("graphs", found, expected)
+        assert backend.frame_count == 2
+
+    run_ranks(check, 1, timeout=240)

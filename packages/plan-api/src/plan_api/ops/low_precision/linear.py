@@ -14,7 +14,7 @@ from plan_api.ops.low_precision.products import choose_kernels, multiply
 from plan_api.ops.low_precision.quantize import Quantized, amax_of, quantize, scales_of
 from plan_api.ops.low_precision.recipes import Recipe, Scaling
 from plan_api.ops.low_precision.tokens import QuantizedTokens
-from plan_api.ops.low_precision.weights import QuantizedWeight
+from plan_api.ops.low_precision.weights import QuantizedWeight, multiply_by_weight
 
 __all__ = ["FeatureGroups", "LowPrecision", "low_precision_linear"]
 
@@ -126,15 +126,18 @@ class _Linear(torch.autograd.Function):
             matrix = weight.to(x.dtype)
             operands.append(_Operand(matrix, scalings.right, groups.outputs, groups.inputs))
         left, *others = _quantize_together(*operands)
-        right = gathered.of_output() if gathered is not None else others[0]
-        y = multiply(left, right, x.dtype, precision.kernels)
+        if gathered is not None:
+            y = multiply_by_weight(left, gathered, x.dtype, precision.kernels, is_gradient=False)
+        else:
+            y = multiply(left, others[0], x.dtype, precision.kernels)
         ctx.precision, ctx.groups, ctx.shape, ctx.dtype = precision, groups, x.shape, x.dtype
         ctx.weight_dtype = weight.dtype
         ctx.reuses = scalings.left.is_tensorwise
         saved = [] if gathered is not None else [weight]
         ctx.columns = None
         if ctx.reuses:  # one scale for all products: fewer bytes, and no collective in backward
-            ctx.save_for_backward(left.data, left.scales, right.scales, *saved)
+            scales = [one.scales for one in others]
+            ctx.save_for_backward(left.data, left.scales, *scales, *saved)
         elif isinstance(tokens, QuantizedTokens):  # backward gathers an operand of its own
             ctx.save_for_backward(tokens.operands.cast, *saved)
             if ctx.needs_input_grad[1]:
@@ -158,15 +161,17 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch
     of_input, of_weight = recipe.grad_input, recipe.grad_weight
     gathered: QuantizedWeight | None = ctx.gathered
     if ctx.reuses:
-        data, scales, weight_scales, *saved = ctx.saved_tensors
+        data, scales, *saved = ctx.saved_tensors
         (dy_left,) = _quantize_together(_Operand(grad, of_input.left, inner=groups.outputs))
         dx = dw = None
         if needs_input:
             if gathered is not None:
-                columns = gathered.of_grad_input()
+                dx = multiply_by_weight(dy_left, gathered, ctx.dtype, kernels, is_gradient=True)
             else:
-                columns = quantize(saved[0].to(ctx.dtype).t(), of_input.right, weight_scales)
-            dx = multiply(dy_left, columns, ctx.dtype, kernels).reshape(ctx.shape)
+                weight_scales, weight = saved
+                columns = quantize(weight.to(ctx.dtype).t(), of_input.right, weight_scales)
+                dx = multiply(dy_left, columns, ctx.dtype, kernels)
+            dx = dx.reshape(ctx.shape)
         if needs_weight:
             x_right = Quantized(data, scales, of_weight.right).transposed()
             dw = multiply(dy_left.transposed(), x_right, ctx.weight_dtype, kernels)
@@ -188,8 +193,11 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch
     dx = dw = None
     if needs_input:
         left = next(quantized)
-        right = gathered.of_grad_input() if gathered is not None else next(quantized)
-        dx = multiply(left, right, ctx.dtype, kernels).reshape(ctx.shape)
+        if gathered is not None:
+            dx = multiply_by_weight(left, gathered, ctx.dtype, kernels, is_gradient=True)
+        else:
+            dx = multiply(left, next(quantized), ctx.dtype, kernels)
+        dx = dx.reshape(ctx.shape)
     if needs_weight:
         dw = multiply(next(quantized), next(quantized), ctx.weight_dtype, kernels)
     return dx, dw

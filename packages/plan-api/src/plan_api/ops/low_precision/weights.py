@@ -9,27 +9,37 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from plan_api.ops.low_precision.graph_products import (
+    dequantized_in_graph,
+    is_product_in_graph,
+    key_of,
+    multiply_in_graph,
+)
 from plan_api.ops.low_precision.operand_tensor import OperandTensor
+from plan_api.ops.low_precision.products import multiply
 from plan_api.ops.low_precision.quantize import Quantized, amax_of, quantize, scales_of
 from plan_api.ops.low_precision.recipes import Recipe, Scaling, check_recipe
 
-__all__ = ["GatheredOperand", "QuantizedWeight"]
+__all__ = ["GatheredOperand", "QuantizedWeight", "multiply_by_weight"]
 
 _aten = torch.ops.aten
 _Direction: TypeAlias = Literal["forward", "backward"]
+_Context: TypeAlias = tuple[torch.dtype, torch.device, int | None, bool]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Gathered:
     """The operands of one weight.
 
     Attributes:
+        recipe: of products.
         directions: in which the operands of its matrices (False) and of their transposes (True) are
             gathered; one of them only, if the other is its transpose.
         gather: gathers what is not found; see `fsdp.quantized.OperandFormat.unsharded`.
         found: those of each matrix, by direction.
     """
 
+    recipe: Recipe
     directions: Mapping[bool, _Direction]
     gather: Callable[[_Direction], None]
     found: dict[_Direction, tuple[Quantized, ...]] = field(default_factory=dict)
@@ -43,11 +53,14 @@ class _Gathered:
             self.gather(direction)
         return self.found[direction][number]
 
-    def dequantized(self, number: int) -> torch.Tensor:
-        """Returns a matrix, from the operand that forward gathers."""
-        is_transposed = self.directions.get(True) == "forward"
-        operand = self.of(number, is_transposed=is_transposed).dequantized()
-        return operand.t() if is_transposed else operand
+    def plain(self, number: int | None, *, is_transposed: bool) -> torch.Tensor:
+        """Returns a matrix, or all of them if number is None, or transposes, in float32."""
+        of_transpose = self.directions.get(True) == "forward"
+        first = self.of(number or 0, is_transposed=of_transpose)
+        others = [] if number is not None else self.found["forward"][1:]
+        found = [one.dequantized() for one in (first, *others)]
+        matrices = found[0] if number is not None else torch.stack(found)
+        return matrices.mT if is_transposed != of_transpose else matrices
 
 
 @dataclass(frozen=True)
@@ -55,12 +68,14 @@ class _Operands:
     """The operands of a weight, or of one matrix of a weight of experts.
 
     Attributes:
-        shared: by all of them.
+        key: by which graphs find what is shared; see `graph_products`.
+        shared: by all of them; None in a graph.
         number: of the matrix; None: the weight has three dims.
         is_transposed: whether the last two dims are transposed.
     """
 
-    shared: _Gathered
+    key: torch.Tensor
+    shared: _Gathered | None
     number: int | None
     is_transposed: bool = False
 
@@ -77,31 +92,58 @@ class QuantizedWeight(OperandTensor):
 
     operands: _Operands
 
+    @property
+    def key(self) -> torch.Tensor:
+        """The tensor that a graph has instead of the weight."""
+        return self.operands.key
+
+    def __tensor_flatten__(self) -> tuple[list[str], _Context]:
+        """Returns the key, and what a graph of torch.compile knows of the weight beside it."""
+        own = self.operands
+        return ["key"], (self.dtype, self.device, own.number, own.is_transposed)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor],
+        context: _Context,
+        shape: Sequence[int],
+        strides: Sequence[int],
+    ) -> QuantizedWeight:
+        """Returns the weight in a graph."""
+        dtype, device, number, is_transposed = context
+        operands = _Operands(inner["key"], None, number, is_transposed)
+        return QuantizedWeight(shape, dtype, device, operands)
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Returns its shape, dtype and the directions whose operands it has."""
-        found = sorted(self.operands.shared.found)
+        shared = self.operands.shared
+        found = "traced" if shared is None else sorted(shared.found)
         return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, {found})"
 
     def of_output(self) -> Quantized:
         """Returns the right operand of the output's product, of two dims: (N, K)."""
         own = self.operands
         assert own.number is not None
+        assert own.shared is not None
         return own.shared.of(own.number, is_transposed=own.is_transposed)
 
     def of_grad_input(self) -> Quantized:
         """Returns the right operand of the product of the input's gradient, of two dims: (K, N)."""
         own = self.operands
         assert own.number is not None
+        assert own.shared is not None
         return own.shared.of(own.number, is_transposed=not own.is_transposed)
 
     def plain(self) -> torch.Tensor:
         """Implements `OperandTensor`: dequantizes."""
         own = self.operands
-        if own.number is not None:
-            matrix = own.shared.dequantized(own.number)
-        else:
-            matrix = torch.stack([own.shared.dequantized(i) for i in range(self.shape[0])])
-        return (matrix.mT if own.is_transposed else matrix).to(self.dtype)
+        if own.shared is not None:
+            plain = own.shared.plain(own.number, is_transposed=own.is_transposed)
+            return plain.to(self.dtype)
+        return dequantized_in_graph(
+            own.key, self.shape, self.dtype, self.device, own.number,
+            is_transposed=own.is_transposed,
+        )  # fmt: skip
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -113,6 +155,11 @@ class QuantizedWeight(OperandTensor):
     ) -> Any:
         """Implements `OperandTensor`; one of the experts, and transposes, share the operands."""
         own = args[0] if args and isinstance(args[0], cls) else None
+        if is_product_in_graph(func):
+            data, scales, weight, *others = args
+            operands = weight.operands
+            of_matrix = operands.number, operands.is_transposed
+            return func(data, scales, operands.key, *others[:4], *of_matrix)
         if own is not None and func is _aten.select.int and own.ndim == 3 and args[1] == 0:
             number = args[2] % own.shape[0]
             return cls(own.shape[1:], own.dtype, own.device, replace(own.operands, number=number))
@@ -123,6 +170,29 @@ class QuantizedWeight(OperandTensor):
                 operands = replace(own.operands, is_transposed=not own.operands.is_transposed)
                 return cls(shape, own.dtype, own.device, operands)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def multiply_by_weight(
+    left: Quantized,
+    weight: QuantizedWeight,
+    dtype: torch.dtype,
+    kernels: frozenset[torch.dtype],
+    *,
+    is_gradient: bool,
+) -> torch.Tensor:
+    """Returns the product of an operand and a weight, in Eager or in a graph.
+
+    Args:
+        left: (M, K) for the output, (M, N) for the gradient of the input.
+        weight: (N, K).
+        dtype: as of `multiply`.
+        kernels: as of `multiply`.
+        is_gradient: whether the product is the gradient of the input.
+    """
+    if torch.compiler.is_compiling():
+        return multiply_in_graph(left, weight, dtype, kernels, is_gradient=is_gradient)
+    right = weight.of_grad_input() if is_gradient else weight.of_output()
+    return multiply(left, right, dtype, kernels)
 
 
 @dataclass(frozen=True)
@@ -292,7 +362,8 @@ class GatheredOperand:
         """Returns a weight without operands."""
         directions = {form.is_transposed: name for name, form in self._forms.items()}
         number = None if len(shape) == 3 else 0
-        operands = _Operands(_Gathered(directions, gather), number)
+        gathered = _Gathered(self.recipe, directions, gather)
+        operands = _Operands(key_of(gathered), gathered, number)
         return QuantizedWeight(shape, dtype, device, operands)
 
     def fill(
@@ -304,6 +375,7 @@ class GatheredOperand:
     ) -> None:
         """Gives the matrices of a weight the operands of a direction."""
         assert isinstance(weight, QuantizedWeight)
+        assert weight.operands.shared is not None
         form, (rows, columns) = self._forms[direction], weight.shape[-2:]
         if form.rows is None:
             assert maxima is not None
@@ -322,6 +394,7 @@ class GatheredOperand:
     def clear(self, weight: torch.Tensor) -> None:
         """Drops the operands of a weight."""
         assert isinstance(weight, QuantizedWeight)
+        assert weight.operands.shared is not None
         weight.operands.shared.found.clear()
 
 
