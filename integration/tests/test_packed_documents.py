@@ -249,7 +249,7 @@ def test_sequences_of_any_length_train_as_one_device(train_runs, folder, tmp_pat
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:280"])
 def test_dropout_and_tokens_of_a_tokenizer(tokenizer, train_runs, folder, tmp_path):
     dropout = {"dropout": 0.1, "tokenizer": tokenizer}
     products = [product | {"random": "dist-rng"} for product in (CP, CP | STATIC, FSDP, SP)]
