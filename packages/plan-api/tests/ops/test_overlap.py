@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils.flop_counter import FlopCounterMode
 
 from plan_api import Plan, parallelize, zoo
 from plan_api.ops.overlap import products, transfer
@@ -266,6 +267,61 @@ def test_a_product_is_computed_while_others_are_in_flight():
         assert forward == [*gather, "product", "begin", "product", "wait"]
         # The gradients of products are no `_product`.
         assert backward == ["begin", "wait", "begin", "wait"]
+
+
+class Residual(nn.Module):
+    """An MLP behind a norm, whose result is added to its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(16), Gated("plain", False)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def residual_net():
+    torch.manual_seed(0)
+    return nn.Sequential(Residual(), Residual())
+
+
+def residual_plan(mesh):
+    plan = Plan(mesh).shard(r"\d\.mlp\.(up|gate)\.weight", S0, "tp")
+    plan.shard(r"\d\.mlp\.down\.weight", S1, "tp")
+    plan.redistribute(r"\d\.mlp.<in>", R, R, "tp", grad_src=P, grad_dst=R)
+    return plan.redistribute(r"\d\.mlp.<out>", P, R, "tp")
+
+
+def test_the_last_rows_of_a_sum_arrive_beside_the_next_products():
+    """Without sequence parallelism, and through the residual sum and the norm; not under a mode."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        options = {"mode": "static", "guard_steps": 0}
+        unsplit = parallelize(residual_net(), residual_plan(mesh), **options)
+        split = parallelize(residual_net(), residual_plan(mesh), overlap="tp", **options)
+        torch.manual_seed(1)
+        x, found = torch.randn(4, 8, 16), []
+        for model in (residual_net(), unsplit, split):
+            with Events() as events:
+                out = model(x)
+            forward = list(events.names)
+            out.square().sum().backward()
+            grads = [one.grad for one in model.parameters()]
+            grads = [one.full_tensor() if isinstance(one, DTensor) else one for one in grads]
+            found.append([out.detach(), *grads])
+        torch.testing.assert_close(found[2], found[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[2], found[1], rtol=1e-6, atol=1e-6)
+        assert type(out) is torch.Tensor
+        for context in (FlopCounterMode(display=False), torch.inference_mode()):
+            with context, Events() as events:
+                torch.testing.assert_close(split(x), found[1][0], rtol=1e-6, atol=1e-6)
+            assert events.names.count("wait") == 8
+        return forward
+
+    gated, down = ["product"] * 2, ["product", "begin"] * 2
+    for forward in run_ranks(check, 2):
+        assert forward == [*gated, *down, "wait", *gated, "wait", *gated, *down, "wait", "wait"]
 
 
 def test_autocast_an_uneven_sequence_and_no_gradients():

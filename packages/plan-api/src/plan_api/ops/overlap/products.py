@@ -19,14 +19,13 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from plan_api.ops.autocast import cast_down
+from plan_api.ops.overlap.rows_in_flight import ArrivingRows, RowsInFlight, row_blocks, rows_of
 from plan_api.ops.overlap.transfer import Peers, RowExchange, RowReduction, Transfer
 from plan_api.runtime.error_context import StepContext, annotate_backward_errors
 
 __all__ = ["GatheredProducts", "PartialProduct", "Placing", "ReducedProduct"]
 
-# Into how many parts a product is split whose sum is replicated: all but the last one are sent
-# while others are computed.
-_ALL_REDUCED_PARTS = 4
+_CONTIGUOUS = torch.contiguous_format
 # From how many rows on a product of one sequence takes as long as its part of a larger product.
 _LONG_BLOCK = 64
 
@@ -72,7 +71,7 @@ class GatheredProducts(torch.autograd.Function):
 
         Args:
             ctx: of autograd.
-            tensor: this rank's, (..., features).
+            tensor: this rank's, (..., features); it may be `RowsInFlight`, if it is not gathered.
             placing: how it is gathered.
             unused: the numbers of Linears that are not computed, whose outputs are None. Their
                 weights are saved all the same: recomputation counts saved tensors.
@@ -82,7 +81,9 @@ class GatheredProducts(torch.autograd.Function):
         weights, biases = params[::2], params[1::2]
         params = _cast(*params)
         used = [number for number in range(len(weights)) if number not in unused]
-        if placing.dim is None:
+        if isinstance(tensor, RowsInFlight):
+            whole, outputs = _arriving_products(tensor, params, used)
+        elif placing.dim is None:
             whole = tensor.view_as(tensor)  # an autograd function may not return its input
             outputs = {number: _product(whole, *params[2 * number :][:2]) for number in used}
         else:
@@ -106,10 +107,12 @@ class GatheredProducts(torch.autograd.Function):
                 for grad, weight in zip(reversed(grad_outputs), reversed(weights), strict=True)
                 if grad is not None
             ]
-            terms += [] if grad_whole is None else [grad_whole]
+            if grad_whole is not None:
+                # The sum is computed in place, and this gradient may be that of others, too.
+                terms.append(grad_whole if terms else grad_whole.clone(memory_format=_CONTIGUOUS))
             if terms:
-                total = terms[0] if len(terms) == 1 else terms[0] + terms[1]
-                for term in terms[2:]:
+                total, *others = terms
+                for term in others:
                     total += term
                 transfer = ctx.placing.begin_sum(total)
         of_params: list[torch.Tensor | None] = []
@@ -141,6 +144,22 @@ def _gathered_products(
     return whole, outputs
 
 
+def _arriving_products(
+    tensor: RowsInFlight, params: Sequence[torch.Tensor | None], used: Sequence[int]
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Returns a tensor that has arrived, and its product with each Linear by number."""
+    outputs = dict[int, torch.Tensor]()
+    for number in used:
+        weight = params[2 * number]
+        assert weight is not None
+        outputs[number] = weight.new_empty([*tensor.shape[:-1], weight.shape[0]])
+    for rows, block in tensor.in_blocks():
+        with record_function("overlap: compute"):
+            for number, output in outputs.items():
+                _product(block, *params[2 * number :][:2], rows_of(output)[rows])
+    return tensor.whole().detach(), outputs  # of which other sites may return the same
+
+
 class PartialProduct(torch.autograd.Function):
     """Multiplies by the weight of one Linear, and sums the result over ranks on the way."""
 
@@ -149,9 +168,10 @@ class PartialProduct(torch.autograd.Function):
         ctx: Any,
         tensor: torch.Tensor,
         placing: Placing,
-        sums: list[torch.Tensor] | None,
+        sums: list[torch.Tensor | ArrivingRows] | None,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        blocks: int = 1,
     ) -> torch.Tensor:
         """Returns this rank's part of the sum.
 
@@ -159,9 +179,11 @@ class PartialProduct(torch.autograd.Function):
             ctx: of autograd.
             tensor: this rank's, (..., in).
             placing: how the sum is scattered.
-            sums: to which the sum over ranks is appended; None: it is not computed.
+            sums: to which the sum over ranks is appended; None: it is not computed. A sum that
+                stays replicated may not have arrived.
             weight: (out, in).
             bias: (out,), or None.
+            blocks: of rows, into which a sum that stays replicated is split.
         """
         ctx.save_for_backward(tensor, weight)
         ctx.has_bias, ctx.at = bias is not None, placing.context
@@ -169,8 +191,11 @@ class PartialProduct(torch.autograd.Function):
         weight, bias = _cast(weight, bias)
         if sums is None:
             return _product(tensor, weight, bias)
-        sum_ = _all_reduced_product if placing.dim is None else _scattered_product
-        output, total = sum_(tensor, placing, weight, bias)
+        total: torch.Tensor | ArrivingRows
+        if placing.dim is None:
+            output, total = _all_reduced_product(tensor, placing, weight, bias, blocks)
+        else:
+            output, total = _scattered_product(tensor, placing, weight, bias)
         sums.append(total)
         return output
 
@@ -191,7 +216,7 @@ class ReducedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: torch.Tensor, placing: Placing, sums: list[torch.Tensor], product: Any
+        ctx: Any, part: torch.Tensor, placing: Placing, total: Sequence[torch.Tensor], product: Any
     ) -> torch.Tensor:
         """Returns the sum.
 
@@ -199,11 +224,12 @@ class ReducedProduct(torch.autograd.Function):
             ctx: of autograd.
             part: of `PartialProduct`.
             placing: of `PartialProduct`.
-            sums: of `PartialProduct`.
+            total: the sum, in a sequence, as an autograd function may not return its input; it may
+                be `RowsInFlight`.
             product: the context of `PartialProduct`; None without gradients.
         """
         ctx.placing, ctx.product, ctx.at = placing, product, placing.context
-        return sums[0]
+        return total[0]
 
     @staticmethod
     @annotate_backward_errors
@@ -234,9 +260,7 @@ class _GradOfProduct:
         shape[placing.dim] *= placing.peers.size
         self.grad_output = grad.new_empty(shape)
         if needs_input_grad:
-            self._grad_tensor = torch.empty_like(
-                self._tensor, memory_format=torch.contiguous_format
-            )
+            self._grad_tensor = torch.empty_like(self._tensor, memory_format=_CONTIGUOUS)
         exchange = RowExchange(grad, placing.rows(self.grad_output), placing.peers)
         for rank, shard in exchange:
             with record_function("overlap: compute"):
@@ -256,7 +280,7 @@ class _GradOfProduct:
                 of_tensor = _grad_of_input(grad, self._weight, self._tensor.dtype)
         has_bias = ctx.has_bias and needed[4]
         of_params = _grads_of_params(grad, self._tensor, self._weight, needed[3], has_bias)
-        return of_tensor, None, None, *of_params
+        return of_tensor, None, None, *of_params, None
 
 
 def _scattered_product(
@@ -276,15 +300,23 @@ def _scattered_product(
 
 
 def _all_reduced_product(
-    tensor: torch.Tensor, placing: Placing, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a product, and its sum over ranks."""
-    parts, transfers, dim = [], [], tensor.ndim - 2
-    for chunk in tensor.chunk(_ALL_REDUCED_PARTS, dim):
+    tensor: torch.Tensor,
+    placing: Placing,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    count: int,
+) -> tuple[torch.Tensor, ArrivingRows]:
+    """Returns a product, and its sum over ranks, which arrives in blocks of rows."""
+    output = weight.new_empty([*tensor.shape[:-1], weight.shape[0]])
+    total = torch.empty_like(output)
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    blocks, transfers = row_blocks(output, count), list[Transfer]()
+    for block in blocks:
         with record_function("overlap: compute"):
-            parts.append(_product(chunk, weight, bias))
-            transfers.append(placing.peers.begin_all_reduce(parts[-1]))
-    return torch.cat(parts, dim), torch.cat([transfer.wait() for transfer in transfers], dim)
+            product = _product(rows[block], weight, bias, rows_of(output)[block])
+        sent = rows_of(total)[block].copy_(product)
+        transfers.append(placing.peers.begin_all_reduce(sent))
+    return output, ArrivingRows([total], blocks, lambda number: transfers[number].wait())
 
 
 def _cast(*params: Any) -> Any:

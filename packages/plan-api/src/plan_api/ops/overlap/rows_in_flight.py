@@ -1,0 +1,251 @@
+"""A sum over ranks whose rows arrive in blocks, and what a model computes from it row by row.
+
+Note: without sequence parallelism a sum behind a Linear is used at once: it is added to the hidden
+states, normalised and multiplied. So the last block that was sent would be waited for with nothing
+to compute. `RowsInFlight` is such a sum before it has arrived. As torch's AsyncCollectiveTensor it
+is waited for at its first use, but block by block: operators that compute each row by itself
+compute the first block when they are called, and the others when a later operator needs them. The
+products of the next site take the blocks one by one, so that the last one arrives beside them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = ["ArrivingRows", "RowsInFlight", "row_blocks", "rows_of"]
+
+_aten = torch.ops.aten
+_ALIASES = frozenset({_aten.detach.default, _aten.alias.default, _aten.view.default})
+# What adds to and normalises hidden states element by element. Torch's tag for such operators does
+# not tell: `equal` has it.
+_POINTWISE = frozenset({
+    _aten._to_copy.default, _aten.add.Scalar, _aten.add.Tensor, _aten.div.Tensor, _aten.mul.Tensor,
+    _aten.neg.default, _aten.pow.Tensor_Scalar, _aten.reciprocal.default, _aten.rsqrt.default,
+    _aten.sqrt.default, _aten.sub.Tensor,
+})  # fmt: skip
+# torch.nn.RMSNorm adds its eps in place.
+_IN_PLACE = {_aten.add_.Scalar: _aten.add.Scalar}
+# They compute each row by itself if their second argument names the last dim only.
+_NORMS = frozenset({_aten.native_layer_norm.default, _aten._fused_rms_norm.default})
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous tensor (..., features) as a view (rows, features)."""
+    return tensor.view(-1, tensor.shape[-1])
+
+
+def row_blocks(tensor: torch.Tensor, count: int) -> list[slice]:
+    """Returns the rows of at most as many blocks of (almost) equal length of a tensor."""
+    rows = tensor.shape[:-1].numel()
+    length = max(1, -(-rows // count))
+    return [slice(start, min(start + length, rows)) for start in range(0, max(rows, 1), length)]
+
+
+class ArrivingRows:
+    """Tensors that are filled block by block.
+
+    Args:
+        tensors: contiguous, (..., features), of the same number of rows.
+        blocks: the rows of each block.
+        fill: fills the rows of a block by its number; called once for each, in order.
+
+    Attributes:
+        tensors: of which some blocks may not have been filled.
+        blocks: the rows of each block.
+        has_aliases: whether several tensors refer to one of these.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], blocks: Sequence[slice], fill: Callable[[int], None]
+    ) -> None:
+        self.tensors, self.blocks = tuple(tensors), blocks
+        self._fill: Callable[[int], None] | None = fill
+        self._filled = 0
+        self.has_aliases = False
+        self._users: list[weakref.ref[ArrivingRows]] = []
+
+    @property
+    def are_all_filled(self) -> bool:
+        """Whether no block is waited for."""
+        return self._filled == len(self.blocks)
+
+    def add_user(self, user: ArrivingRows) -> None:
+        """Takes note of rows that are computed from these, and may be so later."""
+        self._users.append(weakref.ref(user))
+
+    def block(self, output: int, number: int) -> torch.Tensor:
+        """Waits for a block, and returns its rows of one of the tensors."""
+        self._wait(number + 1)
+        return rows_of(self.tensors[output])[self.blocks[number]]
+
+    def wait(self) -> None:
+        """Waits for all blocks, and for what is computed from them: they may be changed then."""
+        self._wait(len(self.blocks))
+        users, self._users = self._users, []
+        for user in users:
+            alive = user()
+            if alive is not None:
+                alive.wait()
+
+    def _wait(self, count: int) -> None:
+        with torch.no_grad():
+            while self._filled < count:
+                assert self._fill is not None
+                self._fill(self._filled)
+                self._filled += 1
+        if self.are_all_filled:
+            self._fill = None  # and what it refers to
+
+
+class RowsInFlight(torch.Tensor):
+    """A tensor of `ArrivingRows`, which has no memory of its own.
+
+    Args:
+        arriving: it and other tensors.
+        output: its number among them.
+    """
+
+    arriving: ArrivingRows
+    output: int
+
+    @staticmethod
+    def __new__(cls: Any, arriving: ArrivingRows, output: int = 0) -> RowsInFlight:
+        """Makes the tensor."""
+        of = arriving.tensors[output]
+        made: RowsInFlight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, of.shape, strides=of.stride(), dtype=of.dtype, device=of.device
+        )
+        made.arriving, made.output = arriving, output
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs an operator: on each block by itself, or on what has arrived as a whole."""
+        kwargs = kwargs or {}
+        if func is _aten.mean.dim and args[1] == [args[0].ndim - 1]:
+            args = (args[0], [-1], *args[2:])  # also of a block, which has two dims
+        leaves, spec = tree_flatten((args, kwargs))
+        rows = [one for one in leaves if isinstance(one, RowsInFlight)]
+        pending = [one for one in rows if not one.arriving.are_all_filled]
+        if pending:
+            first = pending[0]
+            if func in _ALIASES and (func is not _aten.view.default or args[1] == [*first.shape]):
+                first.arriving.has_aliases = True
+                return RowsInFlight(first.arriving, first.output)
+            if func in _IN_PLACE and not first.arriving.has_aliases:
+                changed = _by_blocks(_IN_PLACE[func], leaves, spec, pending)
+                first.arriving, first.output = changed.arriving, changed.output
+                return first
+            if _computes_rows(func, args, kwargs):
+                result = _by_blocks(func, leaves, spec, pending)
+                if result is not None:
+                    return result
+        plain = [one.whole() if isinstance(one, RowsInFlight) else one for one in leaves]
+        plain_args, plain_kwargs = tree_unflatten(plain, spec)
+        result = func(*plain_args, **plain_kwargs)
+        # An operator in place returns its argument.
+        return next((one for one in rows if result is one.whole()), result)
+
+    def whole(self) -> torch.Tensor:
+        """Waits for all blocks, and returns the plain tensor."""
+        self.arriving.wait()
+        return self.arriving.tensors[self.output]
+
+    def in_blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Waits for one block after another, and yields the numbers of its rows and the rows."""
+        for number, rows in enumerate(self.arriving.blocks):
+            yield rows, self.arriving.block(self.output, number)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"RowsInFlight({self.whole()!r})"
+
+
+def _computes_rows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator computes each row by itself."""
+    if func in _NORMS:
+        return len(args[1]) == 1
+    if func is _aten.mean.dim:
+        return args[1] == [-1] and args[2:3] == (True,)
+    return func in _POINTWISE and kwargs.get("memory_format") is None
+
+
+def _blocks_of(leaf: Any, first: RowsInFlight) -> Callable[[int], Any] | None:
+    """Returns what gives a block of an argument by number, which may be the same for all.
+
+    Returns:
+        None if the argument has no such rows.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        return lambda number: leaf
+    blocks, lead = first.arriving.blocks, first.shape[:-1]
+    if leaf.ndim == first.ndim and leaf.shape[:-1] == lead:
+        if isinstance(leaf, RowsInFlight):
+            # Now: what computes in place gives the tensor other rows.
+            return partial(leaf.arriving.block, leaf.output)
+        if leaf.is_contiguous() and not leaf.is_inference():
+            return _BlocksOfTensor(leaf, blocks)
+    elif leaf.ndim <= 1 and not isinstance(leaf, RowsInFlight):
+        copied = leaf.clone()  # of a weight, which fully_shard may free before the last block
+        return lambda number: copied
+    return None
+
+
+class _BlocksOfTensor:
+    """The blocks of rows of a plain tensor, which may not change before the last one is used."""
+
+    def __init__(self, tensor: torch.Tensor, blocks: Sequence[slice]) -> None:
+        self._tensor, self._blocks, self._version = tensor, blocks, tensor._version
+
+    def __call__(self, number: int) -> torch.Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"overlap=: a tensor of shape {[*self._tensor.shape]} that was added to a sum over "
+                f"ranks was changed in place before the sum arrived; change a copy of it, or call "
+                f"parallelize without overlap="
+            )
+        return rows_of(self._tensor)[self._blocks[number]]
+
+
+def _by_blocks(func: Any, leaves: Sequence[Any], spec: Any, pending: Sequence[RowsInFlight]) -> Any:
+    """Computes the first block of an operator's results; the others when they are needed.
+
+    Returns:
+        the results; None if an argument has no such blocks.
+    """
+    blocks = pending[0].arriving.blocks
+    if any(one.arriving.blocks is not blocks for one in pending):
+        return None
+    blocks_of = list[Callable[[int], Any]]()
+    for leaf in leaves:
+        of_leaf = _blocks_of(leaf, pending[0])
+        if of_leaf is None:
+            return None
+        blocks_of.append(of_leaf)
+
+    def compute(number: int) -> tuple[torch.Tensor, ...]:
+        args, kwargs = tree_unflatten([block(number) for block in blocks_of], spec)
+        results = func(*args, **kwargs)
+        return (results,) if isinstance(results, torch.Tensor) else tuple(results)
+
+    def fill(number: int) -> None:
+        for tensor, block in zip(tensors, compute(number) if number else first, strict=True):
+            rows_of(tensor)[blocks[number]].copy_(block)
+
+    first = compute(0)
+    tensors = [one.new_empty([*pending[0].shape[:-1], one.shape[-1]]) for one in first]
+    arriving = ArrivingRows(tensors, blocks, fill)
+    arriving.block(0, 0)
+    for one in pending:
+        one.arriving.add_user(arriving)
+    results = tuple(RowsInFlight(arriving, number) for number in range(len(tensors)))
+    return results if len(func._schema.returns) > 1 else results[0]
