@@ -3,6 +3,7 @@
 import gc
 import logging
 import weakref
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -13,7 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from plan_api import Plan, parallelize, zoo
-from plan_api.ops.overlap import products, transfer
+from plan_api.ops.overlap import install, products, transfer
+from plan_api.ops.overlap.fused import FusedOperators
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
 
 pytestmark = [
@@ -269,6 +271,74 @@ def test_a_product_is_computed_while_others_are_in_flight():
         assert backward == ["begin", "wait", "begin", "wait"]
 
 
+class FusedFallbacks:
+    """Gives sites torch's fallbacks of its fused operators, which run on any device, and counts."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __enter__(self):
+        self._before = install.fused_operators
+        install.fused_operators = self._operators
+        return self
+
+    def __exit__(self, *_):
+        install.fused_operators = self._before
+
+    def _operators(self, group, device_type):
+        from torch.distributed import _symmetric_memory
+
+        def counted(name, function):
+            def call(*args, **kwargs):
+                self.calls.append(name)
+                return function(*args, **kwargs)
+
+            return call
+
+        return FusedOperators(
+            counted("gather", _symmetric_memory._fused_all_gather_matmul_fallback),
+            counted("scatter", _symmetric_memory._fused_matmul_reduce_scatter_fallback),
+            group.group_name,
+        )
+
+
+# Calls of the operators in a step; the others send and receive, or communicate unsplit: where the
+# input has another gradient, too, or a dtype is not that of the products.
+FUSED_CALLS = {
+    "plain": {"gather": 2, "scatter": 2},
+    "float64": {"gather": 2, "scatter": 2},
+    "input used otherwise": {"gather": 2, "scatter": 1},
+    "product used otherwise": {"gather": 2, "scatter": 2},
+    "another output": {"gather": 1, "scatter": 1},
+}
+
+
+def test_fused_operators_of_torch_compute_what_sends_and_receives_do():
+    def check():
+        mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), {}
+        for kind in FUSED_CALLS:
+            for mode in ("static", "eager"):
+                options = {"mode": mode, "overlap": "tp"}
+                options |= {"guard_steps": 0} if mode == "static" else {}
+                sent, _ = step_of(parallelize(gated_net(kind, True), gated_plan(mesh), **options))
+                with FusedFallbacks() as fused:
+                    net = parallelize(gated_net(kind, True), gated_plan(mesh), **options)
+                step_of(net)
+                fused.calls.clear()
+                actual, _ = step_of(net)
+                found[kind, mode] = sent, actual, Counter(fused.calls)
+        return found
+
+    for found in run_ranks(check, 2, timeout=180):
+        for (kind, mode), (sent, actual, calls) in found.items():
+            case = f"{kind}, {mode}"
+            torch.testing.assert_close(actual, sent, rtol=1e-5, atol=1e-5, msg=case)
+            expected = FUSED_CALLS[kind]
+            assert calls == {name: 3 * count for name, count in expected.items()}, case
+            on_one_device, _ = step_of(gated_net(kind, True))
+            torch.testing.assert_close(actual, on_one_device, rtol=1e-4, atol=1e-4, msg=case)
+
+
 class Residual(nn.Module):
     """An MLP behind a norm, whose result is added to its input."""
 
@@ -319,9 +389,9 @@ def test_the_last_rows_of_a_sum_arrive_beside_the_next_products():
             assert events.names.count("wait") == 8
         return forward
 
-    gated, down = ["product"] * 2, ["product", "begin"] * 2
+    down, in_blocks = ["product", "begin"] * 2, ["wait", "product"] * 2
     for forward in run_ranks(check, 2):
-        assert forward == [*gated, *down, "wait", *gated, "wait", *gated, *down, "wait", "wait"]
+        assert forward == ["product"] * 2 + down + [*in_blocks, "product"] + down + ["wait"] * 2
 
 
 def test_autocast_an_uneven_sequence_and_no_gradients():

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.ir import HookPoint, Site, SiteStep
 from plan_api.lowering.overlap import Overlap
+from plan_api.ops.overlap.fused import FusedOperators, fused_operators
 from plan_api.ops.overlap.products import (
     GatheredProducts,
     PartialProduct,
@@ -76,10 +77,15 @@ class OverlappedSites:
         # Products of DTensors take no rows in flight.
         takes_rows = sizes is not None and any(one.is_input and not one.forward for one in used)
         self._in_flight = _InFlight() if takes_rows else None
+        fused = None
+        if any(isinstance(move, Shard) for one in used for move in (one.move.src, one.move.dst)):
+            fused = fused_operators(mesh.get_group(used[0].axis), mesh.device_type)
         self._regions: dict[tuple[str, HookPoint, int | str], _Region] = {
-            (one.path, one.hook_point, one.step.index): _InputRegion(one, model, mesh, sizes)
+            (one.path, one.hook_point, one.step.index): _InputRegion(one, model, mesh, sizes, fused)
             if one.is_input
-            else _OutputRegion(one, model, mesh, sizes, self._in_flight if one.path else None)
+            else _OutputRegion(
+                one, model, mesh, sizes, fused, self._in_flight if one.path else None
+            )
             for one in used
         }
 
@@ -159,7 +165,12 @@ class _Region(ABC):
     unsplit: TensorTransform
 
     def __init__(
-        self, overlap: Overlap, model: nn.Module, mesh: DeviceMesh, sizes: ShardSizes | None
+        self,
+        overlap: Overlap,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        sizes: ShardSizes | None,
+        fused: FusedOperators | None,
     ) -> None:
         self.overlap = overlap
         self.modules: list[Any] = [model.get_submodule(name) for name in overlap.linears]
@@ -176,7 +187,8 @@ class _Region(ABC):
             f"plan-api: {self._what}, {step.description}",
         )
         dim = self._sharded.dim if isinstance(self._sharded, Shard) else None
-        self._placing = Placing(peers, dim, StepContext(f"the backward of {self._name}", step))
+        context = StepContext(f"the backward of {self._name}", step)
+        self._placing = Placing(peers, dim, context, fused)
         self._reported = False
 
     @abstractmethod
@@ -278,9 +290,14 @@ class _InputRegion(_Region):
     """A site in front of Linears, whose outputs it computes."""
 
     def __init__(
-        self, overlap: Overlap, model: nn.Module, mesh: DeviceMesh, sizes: ShardSizes | None
+        self,
+        overlap: Overlap,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        sizes: ShardSizes | None,
+        fused: FusedOperators | None,
     ) -> None:
-        super().__init__(overlap, model, mesh, sizes)
+        super().__init__(overlap, model, mesh, sizes, fused)
         self._whole: torch.Tensor | None = None
         self._outputs: dict[int, torch.Tensor] = {}  # by the id of the module
         self._unused: set[int] = set()  # numbers of modules
@@ -352,9 +369,10 @@ class _OutputRegion(_Region):
         model: nn.Module,
         mesh: DeviceMesh,
         sizes: ShardSizes | None,
+        fused: FusedOperators | None,
         in_flight: _InFlight | None,
     ) -> None:
-        super().__init__(overlap, model, mesh, sizes)
+        super().__init__(overlap, model, mesh, sizes, fused)
         self._in_flight = in_flight
         self._part: torch.Tensor | None = None  # as the Linear returned it
         self._local_part: torch.Tensor | None = None
@@ -433,7 +451,7 @@ class _OutputRegion(_Region):
 
 
 def _arrived(tensor: torch.Tensor) -> torch.Tensor:
-    return _Arrived.apply(tensor) if isinstance(tensor, RowsInFlight) else tensor  # type: ignore[no-any-return, no-untyped-call]
+    return _Arrived.apply(tensor) if isinstance(tensor, RowsInFlight) else tensor  # type: ignore[no-untyped-call]
 
 
 class _Arrived(torch.autograd.Function):

@@ -19,6 +19,7 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from plan_api.ops.autocast import cast_down
+from plan_api.ops.overlap.fused import FusedOperators
 from plan_api.ops.overlap.rows_in_flight import ArrivingRows, RowsInFlight, row_blocks, rows_of
 from plan_api.ops.overlap.transfer import Peers, RowExchange, RowReduction, Transfer
 from plan_api.runtime.error_context import StepContext, annotate_backward_errors
@@ -38,16 +39,25 @@ class Placing:
         peers: the ranks along the axis.
         dim: of the tensor that is gathered or scattered; None: it is summed and stays replicated.
         context: of the site, for errors in backward.
+        fused: multiply and communicate in one; None: rows are sent and received.
     """
 
     peers: Peers
     dim: int | None
     context: StepContext
+    fused: FusedOperators | None = None
 
     def rows(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the part of each rank of a tensor that is not sharded, as views."""
         assert self.dim is not None
         return tensor.chunk(self.peers.size, self.dim)
+
+    def fused_for(
+        self, tensor: torch.Tensor, matrices: Sequence[torch.Tensor]
+    ) -> FusedOperators | None:
+        """Returns the operators that multiply and communicate in one, if they take the tensors."""
+        fused = None if self.dim is None else self.fused
+        return fused if fused is not None and fused.take(tensor, matrices) else None
 
     def begin_sum(self, tensor: torch.Tensor) -> Transfer:
         """Begins to sum a tensor of all ranks."""
@@ -100,7 +110,10 @@ class GatheredProducts(torch.autograd.Function):
         whole, *weights = ctx.saved_tensors
         grad_whole, *grad_outputs = grads
         needed, transfer = ctx.needs_input_grad, None
-        if needed[0]:
+        of_tensor = None
+        if needed[0] and grad_whole is None:
+            of_tensor = _scattered_grad_of_input(grad_outputs, weights, whole, ctx.placing)
+        if needed[0] and of_tensor is None:
             # In autograd's order, which calls backward of the last Linear first.
             terms = [
                 _grad_of_input(grad, weight, whole.dtype)
@@ -119,7 +132,32 @@ class GatheredProducts(torch.autograd.Function):
         for number, (grad, weight) in enumerate(zip(grad_outputs, weights, strict=True)):
             has_bias = ctx.has_bias[number] and needed[4 + 2 * number]
             of_params += _grads_of_params(grad, whole, weight, needed[3 + 2 * number], has_bias)
-        return None if transfer is None else transfer.wait(), None, None, *of_params
+        if transfer is not None:
+            of_tensor = transfer.wait()
+        return of_tensor, None, None, *of_params
+
+
+def _scattered_grad_of_input(
+    grads: Sequence[torch.Tensor | None],
+    weights: Sequence[torch.Tensor],
+    whole: torch.Tensor,
+    placing: Placing,
+) -> torch.Tensor | None:
+    """Returns the gradient of a gathered input, by one fused product for all Linears.
+
+    Returns:
+        None if there is no such operator.
+    """
+    pairs = [(grad, one) for grad, one in zip(grads, weights, strict=True) if grad is not None]
+    parts = [part for pair in pairs for part in pair]
+    fused = placing.fused_for(whole, parts)
+    if fused is None:
+        return None
+    assert placing.dim is not None
+    if len(pairs) == 1:
+        return fused.scattered(*pairs[0], placing.dim)
+    grad, weight = torch.cat([one for one, _ in pairs], -1), torch.cat([one for _, one in pairs])
+    return fused.scattered(grad, weight, placing.dim)
 
 
 def _gathered_products(
@@ -129,6 +167,16 @@ def _gathered_products(
     used: Sequence[int],
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """Returns the gathered tensor, and its product with each Linear by number."""
+    matrices = [params[2 * number].t() for number in used]  # type: ignore[union-attr]
+    fused = placing.fused_for(tensor, matrices)
+    if fused is not None:
+        assert placing.dim is not None
+        found = fused.gathered(tensor, matrices, placing.dim)
+        for number, product in zip(used, found.products, strict=True):
+            bias = params[2 * number + 1]
+            if bias is not None:
+                product += bias
+        return found.whole, dict(zip(used, found.products, strict=True))
     shape, dim = [*tensor.shape], placing.dim
     assert dim is not None
     shape[dim] *= placing.peers.size
@@ -147,17 +195,25 @@ def _gathered_products(
 def _arriving_products(
     tensor: RowsInFlight, params: Sequence[torch.Tensor | None], used: Sequence[int]
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """Returns a tensor that has arrived, and its product with each Linear by number."""
+    """Returns a tensor that has arrived, and its product with each Linear by number.
+
+    The last rows arrive beside the product of others with the largest weight. The other weights
+    multiply all rows at once, which costs less.
+    """
+    weights = {number: weight for number in used if (weight := params[2 * number]) is not None}
     outputs = dict[int, torch.Tensor]()
-    for number in used:
-        weight = params[2 * number]
-        assert weight is not None
-        outputs[number] = weight.new_empty([*tensor.shape[:-1], weight.shape[0]])
-    for rows, block in tensor.in_blocks():
-        with record_function("overlap: compute"):
-            for number, output in outputs.items():
-                _product(block, *params[2 * number :][:2], rows_of(output)[rows])
-    return tensor.whole().detach(), outputs  # of which other sites may return the same
+    if weights:
+        first = max(weights, key=lambda number: weights[number].numel())
+        output = weights[first].new_empty([*tensor.shape[:-1], weights[first].shape[0]])
+        for rows, block in tensor.in_blocks():
+            with record_function("overlap: compute"):
+                _product(block, weights[first], params[2 * first + 1], rows_of(output)[rows])
+        outputs[first] = output
+    whole = tensor.whole().detach()  # other sites may return the same
+    for number, weight in weights.items():
+        if number not in outputs:
+            outputs[number] = _product(whole, weight, params[2 * number + 1])
+    return whole, outputs
 
 
 class PartialProduct(torch.autograd.Function):
@@ -258,6 +314,11 @@ class _GradOfProduct:
         assert placing.dim is not None
         shape = [*grad.shape]
         shape[placing.dim] *= placing.peers.size
+        fused = placing.fused_for(grad, [self._tensor, self._weight]) if needs_input_grad else None
+        if fused is not None:
+            found = fused.gathered(grad, [self._weight], placing.dim)
+            self.grad_output, (self._grad_tensor,) = found.whole, found.products
+            return
         self.grad_output = grad.new_empty(shape)
         if needs_input_grad:
             self._grad_tensor = torch.empty_like(self._tensor, memory_format=_CONTIGUOUS)
@@ -287,6 +348,10 @@ def _scattered_product(
     tensor: torch.Tensor, placing: Placing, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a product, and this rank's rows of its sum over ranks."""
+    fused = placing.fused_for(tensor, [weight]) if bias is None else None
+    if fused is not None:
+        assert placing.dim is not None
+        return _product_if_used(tensor, weight), fused.scattered(tensor, weight.t(), placing.dim)
     reduction = RowReduction(placing.peers)
     output = weight.new_empty([*tensor.shape[:-1], weight.shape[0]])
     rows, products = placing.rows(tensor), placing.rows(output)
@@ -297,6 +362,16 @@ def _scattered_product(
     with record_function("overlap: compute"):
         _product(rows[own], weight, bias, products[own])
     return output, reduction.sum(products[own])
+
+
+def _product_if_used(tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns a product that is computed at its first use, which is none in most modules."""
+    output = weight.new_empty([*tensor.shape[:-1], weight.shape[0]])
+    rows = slice(0, tensor.shape[:-1].numel())
+
+    return RowsInFlight(
+        ArrivingRows([output], [rows], lambda _: _product(tensor, weight, None, output))
+    )
 
 
 def _all_reduced_product(

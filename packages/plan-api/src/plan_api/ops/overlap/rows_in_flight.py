@@ -3,9 +3,9 @@
 Note: without sequence parallelism a sum behind a Linear is used at once: it is added to the hidden
 states, normalised and multiplied. So the last block that was sent would be waited for with nothing
 to compute. `RowsInFlight` is such a sum before it has arrived. As torch's AsyncCollectiveTensor it
-is waited for at its first use, but block by block: operators that compute each row by itself
-compute the first block when they are called, and the others when a later operator needs them. The
-products of the next site take the blocks one by one, so that the last one arrives beside them.
+is waited for at its first use, but block by block: what operators compute of each row by itself
+they compute when another operator needs these rows. The products of the next site take the blocks
+one by one, so that the last one arrives beside them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,27 @@ __all__ = ["ArrivingRows", "RowsInFlight", "row_blocks", "rows_of"]
 
 _aten = torch.ops.aten
 _ALIASES = frozenset({_aten.detach.default, _aten.alias.default, _aten.view.default})
-# What adds to and normalises hidden states element by element. Torch's tag for such operators does
-# not tell: `equal` has it.
-_POINTWISE = frozenset({
-    _aten._to_copy.default, _aten.add.Scalar, _aten.add.Tensor, _aten.div.Tensor, _aten.mul.Tensor,
-    _aten.neg.default, _aten.pow.Tensor_Scalar, _aten.reciprocal.default, _aten.rsqrt.default,
-    _aten.sqrt.default, _aten.sub.Tensor,
-})  # fmt: skip
+# What adds to and normalises hidden states row by row, and what computes it into given memory.
+# Torch's tag of pointwise operators does not tell: `equal` has it.
+_BY_ROWS = {
+    _aten._to_copy.default: None,
+    _aten.add.Scalar: _aten.add.Scalar_out,
+    _aten.add.Tensor: _aten.add.out,
+    _aten.div.Tensor: _aten.div.out,
+    _aten.mean.dim: _aten.mean.out,
+    _aten.mul.Tensor: _aten.mul.out,
+    _aten.native_layer_norm.default: None,
+    _aten.neg.default: _aten.neg.out,
+    _aten.pow.Tensor_Scalar: _aten.pow.Tensor_Scalar_out,
+    _aten.reciprocal.default: _aten.reciprocal.out,
+    _aten.rsqrt.default: _aten.rsqrt.out,
+    _aten.sqrt.default: _aten.sqrt.out,
+    _aten.sub.Tensor: _aten.sub.out,
+    _aten._fused_rms_norm.default: None,
+}
 # torch.nn.RMSNorm adds its eps in place.
 _IN_PLACE = {_aten.add_.Scalar: _aten.add.Scalar}
-# They compute each row by itself if their second argument names the last dim only.
+# If their second argument names the last dim only.
 _NORMS = frozenset({_aten.native_layer_norm.default, _aten._fused_rms_norm.default})
 
 
@@ -62,10 +73,13 @@ class ArrivingRows:
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], blocks: Sequence[slice], fill: Callable[[int], None]
+        self,
+        tensors: Sequence[torch.Tensor],
+        blocks: Sequence[slice],
+        fill: Callable[[int], object],
     ) -> None:
         self.tensors, self.blocks = tuple(tensors), blocks
-        self._fill: Callable[[int], None] | None = fill
+        self._fill: Callable[[int], object] | None = fill
         self._filled = 0
         self.has_aliases = False
         self._users: list[weakref.ref[ArrivingRows]] = []
@@ -79,8 +93,10 @@ class ArrivingRows:
         """Takes note of rows that are computed from these, and may be so later."""
         self._users.append(weakref.ref(user))
 
-    def block(self, output: int, number: int) -> torch.Tensor:
-        """Waits for a block, and returns its rows of one of the tensors."""
+    def block(self, output: int, number: int | None) -> torch.Tensor:
+        """Waits for a block, and returns its rows of one of the tensors; for None no rows."""
+        if number is None:
+            return rows_of(self.tensors[output])[:0]
         self._wait(number + 1)
         return rows_of(self.tensors[output])[self.blocks[number]]
 
@@ -118,16 +134,16 @@ class RowsInFlight(torch.Tensor):
     def __new__(cls: Any, arriving: ArrivingRows, output: int = 0) -> RowsInFlight:
         """Makes the tensor."""
         of = arriving.tensors[output]
-        made: RowsInFlight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: RowsInFlight = torch.Tensor._make_wrapper_subclass(
             cls, of.shape, strides=of.stride(), dtype=of.dtype, device=of.device
         )
         made.arriving, made.output = arriving, output
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs an operator: on each block by itself, or on what has arrived as a whole."""
@@ -176,24 +192,23 @@ def _computes_rows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return len(args[1]) == 1
     if func is _aten.mean.dim:
         return args[1] == [-1] and args[2:3] == (True,)
-    return func in _POINTWISE and kwargs.get("memory_format") is None
+    return func in _BY_ROWS and kwargs.get("memory_format") is None
 
 
-def _blocks_of(leaf: Any, first: RowsInFlight) -> Callable[[int], Any] | None:
+def _blocks_of(leaf: Any, first: RowsInFlight) -> Callable[[int | None], Any] | None:
     """Returns what gives a block of an argument by number, which may be the same for all.
 
     Returns:
-        None if the argument has no such rows.
+        None if the argument has no such rows. For the number None it has no rows.
     """
     if not isinstance(leaf, torch.Tensor):
         return lambda number: leaf
-    blocks, lead = first.arriving.blocks, first.shape[:-1]
-    if leaf.ndim == first.ndim and leaf.shape[:-1] == lead:
+    if leaf.ndim == first.ndim and leaf.shape[:-1] == first.shape[:-1]:
         if isinstance(leaf, RowsInFlight):
             # Now: what computes in place gives the tensor other rows.
             return partial(leaf.arriving.block, leaf.output)
         if leaf.is_contiguous() and not leaf.is_inference():
-            return _BlocksOfTensor(leaf, blocks)
+            return _BlocksOfTensor(leaf, first.arriving.blocks)
     elif leaf.ndim <= 1 and not isinstance(leaf, RowsInFlight):
         copied = leaf.clone()  # of a weight, which fully_shard may free before the last block
         return lambda number: copied
@@ -206,7 +221,9 @@ class _BlocksOfTensor:
     def __init__(self, tensor: torch.Tensor, blocks: Sequence[slice]) -> None:
         self._tensor, self._blocks, self._version = tensor, blocks, tensor._version
 
-    def __call__(self, number: int) -> torch.Tensor:
+    def __call__(self, number: int | None) -> torch.Tensor:
+        if number is None:
+            return rows_of(self._tensor)[:0]
         if self._tensor._version != self._version:
             raise RuntimeError(
                 f"overlap=: a tensor of shape {[*self._tensor.shape]} that was added to a sum over "
@@ -217,34 +234,40 @@ class _BlocksOfTensor:
 
 
 def _by_blocks(func: Any, leaves: Sequence[Any], spec: Any, pending: Sequence[RowsInFlight]) -> Any:
-    """Computes the first block of an operator's results; the others when they are needed.
+    """Returns an operator's results, whose blocks are computed when they are needed.
 
     Returns:
-        the results; None if an argument has no such blocks.
+        None if an argument has no such blocks.
     """
     blocks = pending[0].arriving.blocks
     if any(one.arriving.blocks is not blocks for one in pending):
         return None
-    blocks_of = list[Callable[[int], Any]]()
+    blocks_of = list[Callable[[int | None], Any]]()
     for leaf in leaves:
         of_leaf = _blocks_of(leaf, pending[0])
         if of_leaf is None:
             return None
         blocks_of.append(of_leaf)
 
-    def compute(number: int) -> tuple[torch.Tensor, ...]:
+    def compute(number: int | None, function: Any, **out: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = tree_unflatten([block(number) for block in blocks_of], spec)
-        results = func(*args, **kwargs)
+        results = function(*args, **kwargs, **out)
         return (results,) if isinstance(results, torch.Tensor) else tuple(results)
 
     def fill(number: int) -> None:
-        for tensor, block in zip(tensors, compute(number) if number else first, strict=True):
-            rows_of(tensor)[blocks[number]].copy_(block)
+        targets = [rows_of(tensor)[blocks[number]] for tensor in tensors]
+        into = _BY_ROWS[func]
+        if into is not None:
+            compute(number, into, out=targets[0])
+            return
+        for target, block in zip(targets, compute(number, func), strict=True):
+            target.copy_(block)
 
-    first = compute(0)
-    tensors = [one.new_empty([*pending[0].shape[:-1], one.shape[-1]]) for one in first]
+    # The dtypes and features of the results are those of no rows.
+    tensors = [
+        one.new_empty([*pending[0].shape[:-1], one.shape[-1]]) for one in compute(None, func)
+    ]
     arriving = ArrivingRows(tensors, blocks, fill)
-    arriving.block(0, 0)
     for one in pending:
         one.arriving.add_user(arriving)
     results = tuple(RowsInFlight(arriving, number) for number in range(len(tensors)))
