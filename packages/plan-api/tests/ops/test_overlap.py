@@ -375,7 +375,7 @@ def residual_net():
 
 def residual_plan(mesh):
     plan = Plan(mesh).shard(r"\d\.mlp\.(up|gate)\.weight", S0, "tp")
-    plan.shard(r"\d\.mlp\.down\.weight", S1, "tp")
+    plan.shard(r"\d\.mlp\.down\.weight", S1, "tp").shard("<in:input>", R, "tp")
     plan.redistribute(r"\d\.mlp.<in>", R, R, "tp", grad_src=P, grad_dst=R)
     return plan.redistribute(r"\d\.mlp.<out>", P, R, "tp")
 
@@ -384,32 +384,38 @@ def test_the_last_rows_of_a_sum_arrive_beside_the_next_products():
     """Without sequence parallelism, and through the residual sum and the norm; not under a mode."""
 
     def check():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        options = {"mode": "static", "guard_steps": 0}
-        unsplit = parallelize(residual_net(), residual_plan(mesh), **options)
-        split = parallelize(residual_net(), residual_plan(mesh), overlap="tp", **options)
-        torch.manual_seed(1)
-        x, found = torch.randn(4, 8, 16), []
-        for model in (residual_net(), unsplit, split):
-            with Events() as events:
-                out = model(x)
-            forward = list(events.names)
-            out.square().sum().backward()
-            grads = [one.grad for one in model.parameters()]
-            grads = [one.full_tensor() if isinstance(one, DTensor) else one for one in grads]
-            found.append([out.detach(), *grads])
-        torch.testing.assert_close(found[2], found[0], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(found[2], found[1], rtol=1e-6, atol=1e-6)
-        assert type(out) is torch.Tensor
-        for context in (FlopCounterMode(display=False), torch.inference_mode()):
-            with context, Events() as events:
-                torch.testing.assert_close(split(x), found[1][0], rtol=1e-6, atol=1e-6)
-            assert events.names.count("wait") == 8
-        return forward
+        mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), {}
+        for mode in ("static", "eager"):
+            options = {"mode": mode} | ({"guard_steps": 0} if mode == "static" else {})
+            unsplit = parallelize(residual_net(), residual_plan(mesh), **options)
+            split = parallelize(residual_net(), residual_plan(mesh), overlap="tp", **options)
+            torch.manual_seed(1)
+            x, results = torch.randn(4, 8, 16), []
+            for model in (residual_net(), unsplit, split):
+                with Events() as events:
+                    out = model(x)
+                found[mode] = list(events.names)
+                out.square().sum().backward()
+                tensors = [out.detach(), *(one.grad for one in model.parameters())]
+                results.append(
+                    [one.full_tensor() if isinstance(one, DTensor) else one for one in tensors]
+                )
+            torch.testing.assert_close(results[2], results[0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(results[2], results[1], rtol=1e-6, atol=1e-6)
+            assert type(out) is (torch.Tensor if mode == "static" else DTensor)
+            assert type(out) is torch.Tensor or type(out.to_local()) is torch.Tensor
+            for context in (FlopCounterMode(display=False), torch.inference_mode()):
+                with context, Events() as events:
+                    out = split(x)
+                assert events.names.count("wait") == 8
+                out = out.full_tensor() if isinstance(out, DTensor) else out
+                torch.testing.assert_close(out, results[1][0], rtol=1e-6, atol=1e-6)
+        return found
 
     down, in_blocks = ["product", "begin"] * 2, ["wait", "product"] * 2
-    for forward in run_ranks(check, 2):
-        assert forward == ["product"] * 2 + down + [*in_blocks, "product"] + down + ["wait"] * 2
+    expected = ["product"] * 2 + down + [*in_blocks, "product"] + down + ["wait"] * 2
+    for found in run_ranks(check, 2):
+        assert found == {"static": expected, "eager": expected}
 
 
 def test_autocast_an_uneven_sequence_and_no_gradients():

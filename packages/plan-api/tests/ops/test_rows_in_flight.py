@@ -117,7 +117,7 @@ def test_a_residual_that_changes_before_the_rows_have_arrived_is_refused():
     found, residual = Sum(), torch.ones(3, 4, FEATURES)
     total = found.rows + residual
     residual.zero_()
-    with pytest.raises(RuntimeError, match=r"shape \[3, 4, 6\] .* was changed in place"):
+    with pytest.raises(RuntimeError, match=r"shape \[3, 4, 6\] was changed in place"):
         total.sum()
 
 

@@ -74,8 +74,7 @@ class OverlappedSites:
     ) -> None:
         self._model = model
         used = [one for one in overlaps if one.linears]
-        # Products of DTensors take no rows in flight.
-        takes_rows = sizes is not None and any(one.is_input and not one.forward for one in used)
+        takes_rows = any(one.is_input and not one.forward for one in used)
         self._in_flight = _InFlight() if takes_rows else None
         fused = None
         if any(isinstance(move, Shard) for one in used for move in (one.move.src, one.move.dst)):
@@ -451,6 +450,10 @@ class _OutputRegion(_Region):
 
 
 def _arrived(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        if isinstance(tensor._local_tensor, RowsInFlight):
+            tensor._local_tensor = tensor._local_tensor.whole()
+        return tensor
     return _Arrived.apply(tensor) if isinstance(tensor, RowsInFlight) else tensor  # type: ignore[no-untyped-call]
 
 

@@ -20,7 +20,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from plan_api.ops.autocast import cast_down
 from plan_api.ops.overlap.fused import FusedOperators
-from plan_api.ops.overlap.rows_in_flight import ArrivingRows, RowsInFlight, row_blocks, rows_of
+from plan_api.ops.overlap.rows_in_flight import (
+    ArrivingRows,
+    BlocksOfTensor,
+    RowsInFlight,
+    row_blocks,
+    rows_of,
+)
 from plan_api.ops.overlap.transfer import Peers, RowExchange, RowReduction, Transfer
 from plan_api.runtime.error_context import StepContext, annotate_backward_errors
 
@@ -367,10 +373,12 @@ def _scattered_product(
 def _product_if_used(tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Returns a product that is computed at its first use, which is none in most modules."""
     output = weight.new_empty([*tensor.shape[:-1], weight.shape[0]])
-    rows = slice(0, tensor.shape[:-1].numel())
-
+    blocks = row_blocks(output, 1)
+    rows = BlocksOfTensor(tensor.contiguous(), blocks)
     return RowsInFlight(
-        ArrivingRows([output], [rows], lambda _: _product(tensor, weight, None, output))
+        ArrivingRows(
+            [output], blocks, lambda number: _product(rows(number), weight, None, rows_of(output))
+        )
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["ArrivingRows", "RowsInFlight", "row_blocks", "rows_of"]
+__all__ = ["ArrivingRows", "BlocksOfTensor", "RowsInFlight", "row_blocks", "rows_of"]
 
 _aten = torch.ops.aten
 _ALIASES = frozenset({_aten.detach.default, _aten.alias.default, _aten.view.default})
@@ -208,29 +208,43 @@ def _blocks_of(leaf: Any, first: RowsInFlight) -> Callable[[int | None], Any] | 
             # Now: what computes in place gives the tensor other rows.
             return partial(leaf.arriving.block, leaf.output)
         if leaf.is_contiguous() and not leaf.is_inference():
-            return _BlocksOfTensor(leaf, first.arriving.blocks)
+            return BlocksOfTensor(leaf, first.arriving.blocks)
     elif leaf.ndim <= 1 and not isinstance(leaf, RowsInFlight):
         copied = leaf.clone()  # of a weight, which fully_shard may free before the last block
         return lambda number: copied
     return None
 
 
-class _BlocksOfTensor:
-    """The blocks of rows of a plain tensor, which may not change before the last one is used."""
+class BlocksOfTensor:
+    """The blocks of rows of a plain tensor, which may not change before the last one is used.
+
+    Args:
+        tensor: contiguous, (..., features).
+        blocks: the rows of each block.
+    """
 
     def __init__(self, tensor: torch.Tensor, blocks: Sequence[slice]) -> None:
-        self._tensor, self._blocks, self._version = tensor, blocks, tensor._version
+        self._tensor, self._blocks, self._version = tensor, blocks, _version(tensor)
 
     def __call__(self, number: int | None) -> torch.Tensor:
+        """Returns a block by number; no rows for None.
+
+        Raises:
+            RuntimeError: the tensor has changed in place.
+        """
         if number is None:
             return rows_of(self._tensor)[:0]
-        if self._tensor._version != self._version:
+        if _version(self._tensor) != self._version:
             raise RuntimeError(
-                f"overlap=: a tensor of shape {[*self._tensor.shape]} that was added to a sum over "
-                f"ranks was changed in place before the sum arrived; change a copy of it, or call "
-                f"parallelize without overlap="
+                f"overlap=: a tensor of shape {[*self._tensor.shape]} was changed in place before "
+                f"what is computed from it and from a sum over ranks was used; change a copy of "
+                f"it, or call parallelize without overlap="
             )
         return rows_of(self._tensor)[self._blocks[number]]
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def _by_blocks(func: Any, leaves: Sequence[Any], spec: Any, pending: Sequence[RowsInFlight]) -> Any:
