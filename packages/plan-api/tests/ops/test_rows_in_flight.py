@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from plan_api.ops.overlap.rows_in_flight import ArrivingRows, RowsInFlight, row_blocks, rows_of
+from plan_api.ops.overlap.rows_in_flight import ArrivingRows, RowsInFlight, block_lengths, rows_of
 
 FEATURES = 6
 
@@ -17,13 +17,14 @@ class Sum:
         self.value = torch.randn(3, 4, FEATURES, dtype=dtype)
         self.arrived = []
         tensor = torch.full_like(self.value, torch.nan)
-        blocks = row_blocks(tensor, 2)
+        lengths = block_lengths(tensor, 2)
+        sent = rows_of(self.value).split(lengths)
 
         def fill(number):
-            rows_of(tensor)[blocks[number]].copy_(rows_of(self.value)[blocks[number]])
+            rows_of(tensor).split(lengths)[number].copy_(sent[number])
             self.arrived.append(number)
 
-        self.rows = RowsInFlight(ArrivingRows([tensor], blocks, fill))
+        self.rows = RowsInFlight(ArrivingRows([tensor], lengths, fill))
 
 
 def rms_norm(tensor):
@@ -122,5 +123,5 @@ def test_a_residual_that_changes_before_the_rows_have_arrived_is_refused():
 
 
 def test_no_rows_are_one_block():
-    assert row_blocks(torch.empty(0, 4), 2) == [slice(0, 0)]
-    assert row_blocks(torch.empty(3, 4), 2) == [slice(0, 2), slice(2, 3)]
+    assert block_lengths(torch.empty(0, 4), 2) == [0]
+    assert block_lengths(torch.empty(3, 4), 2) == [2, 1]

@@ -24,7 +24,7 @@ from plan_api.ops.overlap.rows_in_flight import (
     ArrivingRows,
     BlocksOfTensor,
     RowsInFlight,
-    row_blocks,
+    block_lengths,
     rows_of,
 )
 from plan_api.ops.overlap.transfer import Peers, RowExchange, RowReduction, Transfer
@@ -211,9 +211,10 @@ def _arriving_products(
     if weights:
         first = max(weights, key=lambda number: weights[number].numel())
         output = weights[first].new_empty([*tensor.shape[:-1], weights[first].shape[0]])
-        for rows, block in tensor.in_blocks():
+        outs = rows_of(output).split(tensor.arriving.lengths)
+        for block, out in zip(tensor.in_blocks(), outs, strict=True):
             with record_function("overlap: compute"):
-                _product(block, weights[first], params[2 * first + 1], rows_of(output)[rows])
+                _product(block, weights[first], params[2 * first + 1], out)
         outputs[first] = output
     whole = tensor.whole().detach()  # other sites may return the same
     for number, weight in weights.items():
@@ -373,11 +374,11 @@ def _scattered_product(
 def _product_if_used(tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Returns a product that is computed at its first use, which is none in most modules."""
     output = weight.new_empty([*tensor.shape[:-1], weight.shape[0]])
-    blocks = row_blocks(output, 1)
-    rows = BlocksOfTensor(tensor.contiguous(), blocks)
+    lengths = block_lengths(output, 1)
+    rows = BlocksOfTensor(tensor.contiguous(), lengths)
     return RowsInFlight(
         ArrivingRows(
-            [output], blocks, lambda number: _product(rows(number), weight, None, rows_of(output))
+            [output], lengths, lambda number: _product(rows(number), weight, None, rows_of(output))
         )
     )
 
@@ -393,13 +394,13 @@ def _all_reduced_product(
     output = weight.new_empty([*tensor.shape[:-1], weight.shape[0]])
     total = torch.empty_like(output)
     rows = tensor.reshape(-1, tensor.shape[-1])
-    blocks, transfers = row_blocks(output, count), list[Transfer]()
-    for block in blocks:
+    lengths, transfers = block_lengths(output, count), list[Transfer]()
+    blocks = (one.split(lengths) for one in (rows, rows_of(output), rows_of(total)))
+    for block, product, sent in zip(*blocks, strict=True):
         with record_function("overlap: compute"):
-            product = _product(rows[block], weight, bias, rows_of(output)[block])
-        sent = rows_of(total)[block].copy_(product)
+            sent.copy_(_product(block, weight, bias, product))
         transfers.append(placing.peers.begin_all_reduce(sent))
-    return output, ArrivingRows([total], blocks, lambda number: transfers[number].wait())
+    return output, ArrivingRows([total], lengths, lambda number: transfers[number].wait())
 
 
 def _cast(*params: Any) -> Any:

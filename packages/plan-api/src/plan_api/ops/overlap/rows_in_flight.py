@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["ArrivingRows", "BlocksOfTensor", "RowsInFlight", "row_blocks", "rows_of"]
+__all__ = ["ArrivingRows", "BlocksOfTensor", "RowsInFlight", "block_lengths", "rows_of"]
 
 _aten = torch.ops.aten
 _ALIASES = frozenset({_aten.detach.default, _aten.alias.default, _aten.view.default})
@@ -42,7 +42,7 @@ _BY_ROWS = {
 }
 # torch.nn.RMSNorm adds its eps in place.
 _IN_PLACE = {_aten.add_.Scalar: _aten.add.Scalar}
-# If their second argument names the last dim only.
+# Their second argument has the sizes of the dims that they normalise.
 _NORMS = frozenset({_aten.native_layer_norm.default, _aten._fused_rms_norm.default})
 
 
@@ -51,11 +51,15 @@ def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1, tensor.shape[-1])
 
 
-def row_blocks(tensor: torch.Tensor, count: int) -> list[slice]:
-    """Returns the rows of at most as many blocks of (almost) equal length of a tensor."""
+def block_lengths(tensor: torch.Tensor, count: int) -> list[int]:
+    """Returns the numbers of rows of at most as many blocks of (almost) equal length."""
     rows = tensor.shape[:-1].numel()
     length = max(1, -(-rows // count))
-    return [slice(start, min(start + length, rows)) for start in range(0, max(rows, 1), length)]
+    return [min(length, rows - start) for start in range(0, max(rows, 1), length)]
+
+
+def _split(tensor: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    return torch.split(rows_of(tensor), [*lengths])
 
 
 class ArrivingRows:
@@ -63,31 +67,32 @@ class ArrivingRows:
 
     Args:
         tensors: contiguous, (..., features), of the same number of rows.
-        blocks: the rows of each block.
+        lengths: the number of rows of each block.
         fill: fills the rows of a block by its number; called once for each, in order.
 
     Attributes:
         tensors: of which some blocks may not have been filled.
-        blocks: the rows of each block.
+        lengths: the number of rows of each block.
         has_aliases: whether several tensors refer to one of these.
     """
 
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
-        blocks: Sequence[slice],
+        lengths: Sequence[int],
         fill: Callable[[int], object],
     ) -> None:
-        self.tensors, self.blocks = tuple(tensors), blocks
+        self.tensors, self.lengths = tuple(tensors), lengths
+        self.has_aliases = False
+        self._blocks = [_split(tensor, lengths) for tensor in tensors]
         self._fill: Callable[[int], object] | None = fill
         self._filled = 0
-        self.has_aliases = False
         self._users: list[weakref.ref[ArrivingRows]] = []
 
     @property
     def are_all_filled(self) -> bool:
         """Whether no block is waited for."""
-        return self._filled == len(self.blocks)
+        return self._fill is None
 
     def add_user(self, user: ArrivingRows) -> None:
         """Takes note of rows that are computed from these, and may be so later."""
@@ -96,13 +101,19 @@ class ArrivingRows:
     def block(self, output: int, number: int | None) -> torch.Tensor:
         """Waits for a block, and returns its rows of one of the tensors; for None no rows."""
         if number is None:
-            return rows_of(self.tensors[output])[:0]
-        self._wait(number + 1)
-        return rows_of(self.tensors[output])[self.blocks[number]]
+            return self._blocks[output][0][:0]
+        if self._filled <= number:
+            self._wait(number + 1)
+        return self._blocks[output][number]
+
+    def unfilled(self, number: int) -> list[torch.Tensor]:
+        """Returns the rows of a block of all tensors, to be filled."""
+        return [blocks[number] for blocks in self._blocks]
 
     def wait(self) -> None:
         """Waits for all blocks, and for what is computed from them: they may be changed then."""
-        self._wait(len(self.blocks))
+        if self._fill is not None:
+            self._wait(len(self.lengths))
         users, self._users = self._users, []
         for user in users:
             alive = user()
@@ -110,13 +121,16 @@ class ArrivingRows:
                 alive.wait()
 
     def _wait(self, count: int) -> None:
-        with torch.no_grad():
-            while self._filled < count:
-                assert self._fill is not None
-                self._fill(self._filled)
-                self._filled += 1
-        if self.are_all_filled:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._wait(count)
+        while self._filled < count:
+            assert self._fill is not None
+            self._fill(self._filled)
+            self._filled += 1
+        if self._filled == len(self.lengths):
             self._fill = None  # and what it refers to
+        return None
 
 
 class RowsInFlight(torch.Tensor):
@@ -148,24 +162,22 @@ class RowsInFlight(torch.Tensor):
     ) -> Any:
         """Runs an operator: on each block by itself, or on what has arrived as a whole."""
         kwargs = kwargs or {}
-        if func is _aten.mean.dim and args[1] == [args[0].ndim - 1]:
-            args = (args[0], [-1], *args[2:])  # also of a block, which has two dims
+        if func in _ALIASES:
+            (of, *_) = args
+            if not of.arriving.are_all_filled and (len(args) == 1 or args[1] == [*of.shape]):
+                of.arriving.has_aliases = True
+                return RowsInFlight(of.arriving, of.output)
+        elif func in _IN_PLACE and not args[0].arriving.has_aliases:
+            changed = _by_blocks(_IN_PLACE[func], args, kwargs)
+            if changed is not None:
+                args[0].arriving, args[0].output = changed.arriving, changed.output
+                return args[0]
+        elif func in _BY_ROWS:
+            result = _by_blocks(func, args, kwargs)
+            if result is not None:
+                return result
         leaves, spec = tree_flatten((args, kwargs))
         rows = [one for one in leaves if isinstance(one, RowsInFlight)]
-        pending = [one for one in rows if not one.arriving.are_all_filled]
-        if pending:
-            first = pending[0]
-            if func in _ALIASES and (func is not _aten.view.default or args[1] == [*first.shape]):
-                first.arriving.has_aliases = True
-                return RowsInFlight(first.arriving, first.output)
-            if func in _IN_PLACE and not first.arriving.has_aliases:
-                changed = _by_blocks(_IN_PLACE[func], leaves, spec, pending)
-                first.arriving, first.output = changed.arriving, changed.output
-                return first
-            if _computes_rows(func, args, kwargs):
-                result = _by_blocks(func, leaves, spec, pending)
-                if result is not None:
-                    return result
         plain = [one.whole() if isinstance(one, RowsInFlight) else one for one in leaves]
         plain_args, plain_kwargs = tree_unflatten(plain, spec)
         result = func(*plain_args, **plain_kwargs)
@@ -177,40 +189,78 @@ class RowsInFlight(torch.Tensor):
         self.arriving.wait()
         return self.arriving.tensors[self.output]
 
-    def in_blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Waits for one block after another, and yields the numbers of its rows and the rows."""
-        for number, rows in enumerate(self.arriving.blocks):
-            yield rows, self.arriving.block(self.output, number)
+    def in_blocks(self) -> Iterator[torch.Tensor]:
+        """Waits for one block after another, and yields its rows."""
+        for number in range(len(self.arriving.lengths)):
+            yield self.arriving.block(self.output, number)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"RowsInFlight({self.whole()!r})"
 
 
-def _computes_rows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator computes each row by itself."""
-    if func in _NORMS:
-        return len(args[1]) == 1
+def _by_blocks(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns an operator's results, whose blocks are computed when they are needed.
+
+    Returns:
+        None if it does not compute each row by itself, of rows that are in flight.
+    """
+    pending = [
+        one for one in args if isinstance(one, RowsInFlight) and not one.arriving.are_all_filled
+    ]
+    if not pending or kwargs.get("memory_format") is not None:
+        return None
+    first, lengths = pending[0], pending[0].arriving.lengths
     if func is _aten.mean.dim:
-        return args[1] == [-1] and args[2:3] == (True,)
-    return func in _BY_ROWS and kwargs.get("memory_format") is None
+        if args[1] not in ([-1], [first.ndim - 1]) or args[2:] != (True,):
+            return None
+        args = (first, [-1], True)  # also of a block, which has two dims
+    elif func in _NORMS and len(args[1]) != 1:
+        return None
+    if any(one.arriving.lengths is not lengths for one in pending):
+        return None
+    blocks_of = [_blocks_of(one, first) for one in args]
+    if None in blocks_of:
+        return None
+
+    def fill(number: int) -> None:
+        blocks = [block(number) for block in blocks_of]  # type: ignore[misc]
+        targets, into = arriving.unfilled(number), _BY_ROWS[func]
+        if into is not None:
+            into(*blocks, **kwargs, out=targets[0])
+            return
+        for target, block in zip(targets, _tuple(func(*blocks, **kwargs)), strict=True):
+            target.copy_(block)
+
+    # The dtypes and features of the results are those of no rows.
+    empty = _tuple(func(*(block(None) for block in blocks_of), **kwargs))  # type: ignore[misc]
+    tensors = [one.new_empty((*first.shape[:-1], one.shape[-1])) for one in empty]
+    arriving = ArrivingRows(tensors, lengths, fill)
+    for one in pending:
+        one.arriving.add_user(arriving)
+    results = tuple(RowsInFlight(arriving, number) for number in range(len(tensors)))
+    return results if len(results) > 1 else results[0]
 
 
-def _blocks_of(leaf: Any, first: RowsInFlight) -> Callable[[int | None], Any] | None:
+def _tuple(results: Any) -> tuple[torch.Tensor, ...]:
+    return (results,) if isinstance(results, torch.Tensor) else tuple(results)
+
+
+def _blocks_of(argument: Any, first: RowsInFlight) -> Callable[[int | None], Any] | None:
     """Returns what gives a block of an argument by number, which may be the same for all.
 
     Returns:
         None if the argument has no such rows. For the number None it has no rows.
     """
-    if not isinstance(leaf, torch.Tensor):
-        return lambda number: leaf
-    if leaf.ndim == first.ndim and leaf.shape[:-1] == first.shape[:-1]:
-        if isinstance(leaf, RowsInFlight):
+    if not isinstance(argument, torch.Tensor):
+        return lambda number: argument
+    if argument.ndim == first.ndim and argument.shape[:-1] == first.shape[:-1]:
+        if isinstance(argument, RowsInFlight):
             # Now: what computes in place gives the tensor other rows.
-            return partial(leaf.arriving.block, leaf.output)
-        if leaf.is_contiguous() and not leaf.is_inference():
-            return BlocksOfTensor(leaf, first.arriving.blocks)
-    elif leaf.ndim <= 1 and not isinstance(leaf, RowsInFlight):
-        copied = leaf.clone()  # of a weight, which fully_shard may free before the last block
+            return partial(argument.arriving.block, argument.output)
+        if argument.is_contiguous() and not argument.is_inference():
+            return BlocksOfTensor(argument, first.arriving.lengths)
+    elif argument.ndim <= 1 and not isinstance(argument, RowsInFlight):
+        copied = argument.clone()  # of a weight, which fully_shard may free before the last block
         return lambda number: copied
     return None
 
@@ -220,11 +270,12 @@ class BlocksOfTensor:
 
     Args:
         tensor: contiguous, (..., features).
-        blocks: the rows of each block.
+        lengths: the number of rows of each block.
     """
 
-    def __init__(self, tensor: torch.Tensor, blocks: Sequence[slice]) -> None:
-        self._tensor, self._blocks, self._version = tensor, blocks, _version(tensor)
+    def __init__(self, tensor: torch.Tensor, lengths: Sequence[int]) -> None:
+        self._tensor, self._version = tensor, _version(tensor)
+        self._blocks = _split(tensor, lengths)
 
     def __call__(self, number: int | None) -> torch.Tensor:
         """Returns a block by number; no rows for None.
@@ -233,56 +284,15 @@ class BlocksOfTensor:
             RuntimeError: the tensor has changed in place.
         """
         if number is None:
-            return rows_of(self._tensor)[:0]
+            return self._blocks[0][:0]
         if _version(self._tensor) != self._version:
             raise RuntimeError(
                 f"overlap=: a tensor of shape {[*self._tensor.shape]} was changed in place before "
                 f"what is computed from it and from a sum over ranks was used; change a copy of "
                 f"it, or call parallelize without overlap="
             )
-        return rows_of(self._tensor)[self._blocks[number]]
+        return self._blocks[number]
 
 
 def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
-
-
-def _by_blocks(func: Any, leaves: Sequence[Any], spec: Any, pending: Sequence[RowsInFlight]) -> Any:
-    """Returns an operator's results, whose blocks are computed when they are needed.
-
-    Returns:
-        None if an argument has no such blocks.
-    """
-    blocks = pending[0].arriving.blocks
-    if any(one.arriving.blocks is not blocks for one in pending):
-        return None
-    blocks_of = list[Callable[[int | None], Any]]()
-    for leaf in leaves:
-        of_leaf = _blocks_of(leaf, pending[0])
-        if of_leaf is None:
-            return None
-        blocks_of.append(of_leaf)
-
-    def compute(number: int | None, function: Any, **out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        args, kwargs = tree_unflatten([block(number) for block in blocks_of], spec)
-        results = function(*args, **kwargs, **out)
-        return (results,) if isinstance(results, torch.Tensor) else tuple(results)
-
-    def fill(number: int) -> None:
-        targets = [rows_of(tensor)[blocks[number]] for tensor in tensors]
-        into = _BY_ROWS[func]
-        if into is not None:
-            compute(number, into, out=targets[0])
-            return
-        for target, block in zip(targets, compute(number, func), strict=True):
-            target.copy_(block)
-
-    # The dtypes and features of the results are those of no rows.
-    tensors = [
-        one.new_empty([*pending[0].shape[:-1], one.shape[-1]]) for one in compute(None, func)
-    ]
-    arriving = ArrivingRows(tensors, blocks, fill)
-    for one in pending:
-        one.arriving.add_user(arriving)
-    results = tuple(RowsInFlight(arriving, number) for number in range(len(tensors)))
-    return results if len(func._schema.returns) > 1 else results[0]
