@@ -6,7 +6,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 from torch.torch_version import TorchVersion
 
-from plan_api._compat import ShapeMode, is_uneven_view_error, on_host
+from plan_api._compat import (
+    ShapeMode,
+    has_symmetric_memory,
+    is_uneven_view_error,
+    on_host,
+    symmetric_memory_operators,
+)
 from testkit import fake_mesh, run_python
 
 # Images whose gradient nobody asks for, on two axes.
@@ -33,6 +39,8 @@ with fake_mesh((2, 2)) as mesh:
     use_rule_for_convolution_backward()
     assert gradient() == (Partial(), Replicate())
 """
+
+FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 
 
 @pytest.mark.filterwarnings("default")
@@ -86,3 +94,23 @@ def test_torch_has_no_shapes_of_grouped_products_in_float32(left, right, groups)
         product(FakeTensorMode())
     assert isinstance(product(ShapeMode()), FakeTensor)
     assert (product(ShapeMode()).shape, product(ShapeMode()).dtype) == (real.shape, real.dtype)
+
+
+def test_torch_defines_operators_on_symmetric_memory_in_a_private_module():
+    from torch.distributed import _symmetric_memory
+
+    operators = symmetric_memory_operators()
+    assert [str(getattr(operators, name).default._schema) for name in FUSED] == [
+        "symm_mem::fused_all_gather_matmul(Tensor A, Tensor[] Bs, int gather_dim, str group_name, "
+        "*, bool return_A=True) -> (Tensor?, Tensor[])",
+        "symm_mem::fused_matmul_reduce_scatter(Tensor A, Tensor B, str reduce_op, int scatter_dim, "
+        "str group_name) -> Tensor",
+    ]
+    # It can go once torch has a public module.
+    assert not hasattr(torch.distributed, "symmetric_memory")
+    assert all(hasattr(_symmetric_memory, name) for name in ("empty", "get_backend", "rendezvous"))
+
+
+def test_ranks_on_cpus_have_no_symmetric_memory():
+    with fake_mesh((2,)) as mesh:
+        assert not has_symmetric_memory(mesh.get_group(), "cpu")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,8 +19,8 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
-    "ShapeMode", "divided_axis", "has_triton", "is_uneven_view_error", "no_compile", "on_host",
-    "use_rule_for_convolution_backward",
+    "ShapeMode", "divided_axis", "has_symmetric_memory", "has_triton", "is_uneven_view_error",
+    "no_compile", "on_host", "symmetric_memory_operators", "use_rule_for_convolution_backward",
 ]  # fmt: skip
 
 _P = ParamSpec("_P")
@@ -64,6 +65,42 @@ def divided_axis(mesh: DeviceMesh, axis: int, ranks: int) -> DeviceMesh:
     sizes, names = (mesh.size(axis) // ranks, ranks), (f"{name}_groups", f"{name}_group")
     with _disable_current_modes():
         return mesh._unflatten(axis, sizes, names)
+
+
+def symmetric_memory_operators() -> Any:
+    """Returns the namespace of torch's operators on symmetric memory.
+
+    Only the import of a private module, which takes 0.4 s, defines them.
+    """
+    from torch.distributed import _symmetric_memory  # noqa: F401
+
+    return torch.ops.symm_mem
+
+
+def has_symmetric_memory(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether the ranks of a group read each other's memory; all of them call it.
+
+    Torch's `is_symm_mem_enabled_for_group` knows only groups for which a deprecated function was
+    called, so ranks exchange a buffer, which raises where they cannot.
+
+    Args:
+        group: any.
+        device_type: of the tensors.
+    """
+    if device_type != "cuda":
+        return False
+    from torch.distributed import _symmetric_memory
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = _symmetric_memory.get_backend(device) is not None
+    if found:
+        try:
+            _symmetric_memory.rendezvous(_symmetric_memory.empty(1, device=device), group)
+        except RuntimeError:
+            found = False
+    agreed = torch.tensor(int(found), device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
+    return bool(agreed)
 
 
 def has_triton() -> bool:

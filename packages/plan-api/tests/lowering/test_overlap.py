@@ -8,7 +8,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from plan_api import Float8Rowwise, Plan, explain, parallelize, zoo
 from plan_api.lowering.lower import lower
 from plan_api.lowering.overlap import find_overlaps
-from testkit import models
+from testkit import fake_mesh, models
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 LAYER = r"model\.layers\.\d+"
@@ -142,3 +142,23 @@ def test_an_overlap_without_effect_is_refused(mesh, axis, change, message):
     with pytest.raises(ValueError, match=message):
         explain(plan, model, overlap=axis)
     assert not model._forward_pre_hooks
+
+
+def test_explain_names_the_operators_of_cuda_that_may_take_the_place_of_sends():
+    for device_type, fused in (("cpu", ""), ("cuda", " (fused_{} if ranks have symmetric memory)")):
+        gather, scatter = (
+            fused.format(one) for one in ("all_gather_matmul", "matmul_reduce_scatter")
+        )
+        with fake_mesh((2,), ("tp",), device_type=device_type) as mesh:
+            rows = explain(mlp_plan(mesh), Mlp(), overlap="tp").rows
+            replicated = explain(zoo.llama(mesh), models.llama(), overlap="tp").rows
+        rows = {row.tensor: (row.after, row.gradient) for row in rows if row.hook == "overlap"}
+        assert rows["<in>:0"] == (
+            f"all-gather{gather} beside up",
+            f"reduce-scatter{scatter} beside the gradients of the weights of up",
+        )
+        assert rows["<out>:0"] == (
+            f"reduce-scatter{scatter} beside down",
+            f"all-gather{gather} beside the gradient of down",
+        )
+        assert any(row.after == "all-reduce beside o_proj" for row in replicated)

@@ -3,6 +3,7 @@
 import gc
 import logging
 import weakref
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils.flop_counter import FlopCounterMode
 
 from plan_api import Plan, parallelize, zoo
-from plan_api.ops.overlap import products, transfer
+from plan_api.ops.overlap import install, products, transfer
+from plan_api.ops.overlap.fused import FusedOperators
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
 
 pytestmark = [
@@ -266,6 +269,153 @@ def test_a_product_is_computed_while_others_are_in_flight():
         assert forward == [*gather, "product", "begin", "product", "wait"]
         # The gradients of products are no `_product`.
         assert backward == ["begin", "wait", "begin", "wait"]
+
+
+class FusedFallbacks:
+    """Gives sites torch's fallbacks of its fused operators, which run on any device, and counts."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __enter__(self):
+        self._before = install.fused_operators
+        install.fused_operators = self._operators
+        return self
+
+    def __exit__(self, *_):
+        install.fused_operators = self._before
+
+    def _operators(self, group, device_type):
+        from torch.distributed import _symmetric_memory
+
+        def counted(name, function):
+            def call(*args, **kwargs):
+                self.calls.append(name)
+                return function(*args, **kwargs)
+
+            return call
+
+        return FusedOperators(
+            counted("gather", _symmetric_memory._fused_all_gather_matmul_fallback),
+            counted("scatter", _symmetric_memory._fused_matmul_reduce_scatter_fallback),
+            group.group_name,
+        )
+
+
+# Calls of the operators in a step; the others send and receive, or communicate unsplit: where the
+# input has another gradient, too, or a dtype is not that of the products.
+FUSED_CALLS = {
+    "plain": {"gather": 2, "scatter": 2},
+    "input used otherwise": {"gather": 2, "scatter": 1},
+    "product used otherwise": {"gather": 2, "scatter": 2},
+    "another output": {"gather": 1, "scatter": 1},
+}
+
+
+def test_fused_operators_of_torch_compute_what_sends_and_receives_do():
+    def check():
+        mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), {}
+        for kind in FUSED_CALLS:
+            for mode in ("static", "eager")[: 2 if kind == "plain" else 1]:
+                options = {"mode": mode, "overlap": "tp"}
+                options |= {"guard_steps": 0} if mode == "static" else {}
+                sent, _ = step_of(parallelize(gated_net(kind, True), gated_plan(mesh), **options))
+                with FusedFallbacks() as fused:
+                    net = parallelize(gated_net(kind, True), gated_plan(mesh), **options)
+                step_of(net)
+                fused.calls.clear()
+                actual, _ = step_of(net)
+                found[kind, mode] = sent, actual, Counter(fused.calls)
+        return found
+
+    for found in run_ranks(check, 2, timeout=180):
+        for (kind, mode), (sent, actual, calls) in found.items():
+            case = f"{kind}, {mode}"
+            torch.testing.assert_close(actual, sent, rtol=1e-5, atol=1e-5, msg=case)
+            expected = FUSED_CALLS[kind]
+            assert calls == {name: 3 * count for name, count in expected.items()}, case
+            on_one_device, _ = step_of(gated_net(kind, True))
+            torch.testing.assert_close(actual, on_one_device, rtol=1e-4, atol=1e-4, msg=case)
+
+
+def trained_with_fused_operators():
+    mesh, found = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), {}
+    for name, (make, plan) in CASES.items():
+        for mode in ("static", "eager"):
+            sent, _, _ = trained(make, plan(mesh, sp=True), mode, "tp", 3)
+            with FusedFallbacks() as fused:
+                losses, _, _ = trained(make, plan(mesh, sp=True), mode, "tp", 3)
+            found[name, mode] = sent, losses, Counter(fused.calls)
+    return found
+
+
+@pytest.mark.slow
+def test_training_with_fused_operators_has_the_losses_of_sends_and_receives():
+    for found in run_ranks(trained_with_fused_operators, 2, timeout=580):
+        for case, (sent, losses, calls) in found.items():
+            assert losses == pytest.approx(sent, abs=1e-5), case
+            assert min(calls["gather"], calls["scatter"]) > 0, case
+
+
+class Residual(nn.Module):
+    """An MLP behind a norm, whose result is added to its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(16), Gated("plain", False)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def residual_net():
+    torch.manual_seed(0)
+    return nn.Sequential(Residual(), Residual())
+
+
+def residual_plan(mesh):
+    plan = Plan(mesh).shard(r"\d\.mlp\.(up|gate)\.weight", S0, "tp")
+    plan.shard(r"\d\.mlp\.down\.weight", S1, "tp").shard("<in:input>", R, "tp")
+    plan.redistribute(r"\d\.mlp.<in>", R, R, "tp", grad_src=P, grad_dst=R)
+    return plan.redistribute(r"\d\.mlp.<out>", P, R, "tp")
+
+
+def test_the_last_rows_of_a_sum_arrive_beside_the_next_products():
+    """Without sequence parallelism, and through the residual sum and the norm; not under a mode."""
+
+    def check():
+        mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), {}
+        for mode in ("static", "eager"):
+            options = {"mode": mode} | ({"guard_steps": 0} if mode == "static" else {})
+            unsplit = parallelize(residual_net(), residual_plan(mesh), **options)
+            split = parallelize(residual_net(), residual_plan(mesh), overlap="tp", **options)
+            torch.manual_seed(1)
+            x, results = torch.randn(4, 8, 16), []
+            for model in (residual_net(), unsplit, split):
+                with Events() as events:
+                    out = model(x)
+                found[mode] = list(events.names)
+                out.square().sum().backward()
+                tensors = [out.detach(), *(one.grad for one in model.parameters())]
+                results.append(
+                    [one.full_tensor() if isinstance(one, DTensor) else one for one in tensors]
+                )
+            torch.testing.assert_close(results[2], results[0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(results[2], results[1], rtol=1e-6, atol=1e-6)
+            assert type(out) is (torch.Tensor if mode == "static" else DTensor)
+            assert type(out) is torch.Tensor or type(out.to_local()) is torch.Tensor
+            for context in (FlopCounterMode(display=False), torch.inference_mode()):
+                with context, Events() as events:
+                    out = split(x)
+                assert events.names.count("wait") == 8
+                out = out.full_tensor() if isinstance(out, DTensor) else out
+                torch.testing.assert_close(out, results[1][0], rtol=1e-6, atol=1e-6)
+        return found
+
+    down, in_blocks = ["product", "begin"] * 2, ["wait", "product"] * 2
+    expected = ["product"] * 2 + down + [*in_blocks, "product"] + down + ["wait"] * 2
+    for found in run_ranks(check, 2):
+        assert found == {"static": expected, "eager": expected}
 
 
 def test_autocast_an_uneven_sequence_and_no_gradients():

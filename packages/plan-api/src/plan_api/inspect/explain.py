@@ -158,7 +158,7 @@ def explain(plan: PlanEntries, model: nn.Module, *, overlap: str | None = None) 
     if overlap is not None:
         overlaps = find_overlaps(lowered, model, plan.mesh, overlap)
         check_overlaps(overlaps, lowered, plan.mesh, overlap)
-        rows += [_overlap_row(one) for one in overlaps]
+        rows += [_overlap_row(one, plan.mesh.device_type) for one in overlaps]
     rows.sort(key=lambda row: order[row.site])  # of a module, its policies last
     return Explanation(tuple(rows), lowered.overrides)
 
@@ -197,21 +197,34 @@ def _policy_rows(lowered: Lowered) -> Iterator[ExplanationRow]:
         )  # fmt: skip
 
 
-def _overlap_row(overlap: Overlap) -> ExplanationRow:
+# The operators of `plan_api.ops.overlap.fused`. Only ranks find out whether they have such memory.
+_FUSED = {
+    "all-gather": "fused_all_gather_matmul",
+    "reduce-scatter": "fused_matmul_reduce_scatter",
+}
+
+
+def _overlap_row(overlap: Overlap, device_type: str) -> ExplanationRow:
     """Returns the row of a site that communicates along the axis of ``overlap``."""
     tensor = f"{overlap.step.tensor}:{overlap.step.index}"
     linears = ", ".join(
         name.removeprefix(overlap.path).lstrip(".") or name for name in overlap.linears
     )
+
+    def sent(collective: str) -> str:
+        fused = _FUSED.get(collective) if device_type == "cuda" else None
+        return f"{collective} ({fused} if ranks have symmetric memory)" if fused else collective
+
     forward = backward = ""
     if overlap.reason:
         forward = f"not overlapped: {overlap.reason}"
     elif overlap.is_input:
-        forward = f"{overlap.forward} beside {linears}" if overlap.forward else ""
-        backward = f"{overlap.backward} beside the gradients of the weights of {linears}"
+        forward = f"{sent(overlap.forward)} beside {linears}" if overlap.forward else ""
+        backward = f"{sent(overlap.backward)} beside the gradients of the weights of {linears}"
     else:
-        forward = f"{overlap.forward} beside {linears}"
-        backward = f"{overlap.backward} beside the gradient of {linears}" * bool(overlap.backward)
+        forward = f"{sent(overlap.forward)} beside {linears}"
+        backward = f"{sent(overlap.backward)} beside the gradient of {linears}"
+        backward *= bool(overlap.backward)
     return ExplanationRow(
         overlap.path, "overlap", tensor, "", forward, backward, "", ", ".join(overlap.step.lines)
     )

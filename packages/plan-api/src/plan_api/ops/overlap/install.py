@@ -22,18 +22,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.lowering.ir import HookPoint, Site, SiteStep
 from plan_api.lowering.overlap import Overlap
+from plan_api.ops.overlap.fused import FusedOperators, fused_operators
 from plan_api.ops.overlap.products import (
     GatheredProducts,
     PartialProduct,
     Placing,
     ReducedProduct,
 )
+from plan_api.ops.overlap.rows_in_flight import ArrivingRows, RowsInFlight
 from plan_api.ops.overlap.transfer import Peers
 from plan_api.runtime.attribution import moving
+from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.hooks import TensorTransform, register_always_called
 from plan_api.runtime.local_shards import ShardSizes
@@ -43,6 +47,12 @@ from plan_api.spec.axes import axis_names
 __all__ = ["OverlappedSites"]
 
 _log = logging.getLogger("plan_api")
+_PLAIN = (torch.Tensor, nn.Parameter, RowsInFlight)
+# Into how many blocks of rows a sum is split that stays replicated: a block is sent while the next
+# one is computed.
+_BLOCKS = 4
+# If the last one arrives beside the products that follow, fewer ones are enough.
+_BLOCKS_IN_FLIGHT = 2
 
 
 class OverlappedSites:
@@ -63,12 +73,19 @@ class OverlappedSites:
         sizes: ShardSizes | None = None,
     ) -> None:
         self._model = model
+        used = [one for one in overlaps if one.linears]
+        takes_rows = any(one.is_input and not one.forward for one in used)
+        self._in_flight = _InFlight() if takes_rows else None
+        fused = None
+        if any(isinstance(move, Shard) for one in used for move in (one.move.src, one.move.dst)):
+            fused = fused_operators(mesh.get_group(used[0].axis), mesh.device_type)
         self._regions: dict[tuple[str, HookPoint, int | str], _Region] = {
-            (one.path, one.hook_point, one.step.index): (
-                _InputRegion if one.is_input else _OutputRegion
-            )(one, model, mesh, sizes)
-            for one in overlaps
-            if one.linears
+            (one.path, one.hook_point, one.step.index): _InputRegion(one, model, mesh, sizes, fused)
+            if one.is_input
+            else _OutputRegion(
+                one, model, mesh, sizes, fused, self._in_flight if one.path else None
+            )
+            for one in used
         }
 
     def transform(self, site: Site, step: SiteStep, unsplit: TensorTransform) -> TensorTransform:
@@ -94,6 +111,44 @@ class OverlappedSites:
             # Functions, as a copy of the model would copy the owner of a method.
             yield module.register_forward_hook(lambda *_, region=region: region.end())
             yield register_always_called(module, lambda *_, region=region: region.clear())
+        if self._in_flight is not None:
+            in_flight = self._in_flight
+            yield self._model.register_forward_hook(
+                lambda _, __, output: in_flight.arrived(output), prepend=True
+            )
+            yield register_always_called(self._model, lambda *_: in_flight.clear())
+
+
+class _InFlight:
+    """The last sum that a model has sent, which may be waited for later; one at a time."""
+
+    def __init__(self) -> None:
+        self._last: ArrivingRows | None = None
+
+    def can_take(self) -> bool:
+        """Whether operators are run on rows in flight, and not seen by a mode one by one."""
+        return _get_current_dispatch_mode() is None and not torch.is_inference_mode_enabled()
+
+    def begin(self, total: ArrivingRows) -> RowsInFlight:
+        """Returns a sum that has been sent; that from before has arrived."""
+        self.wait()
+        self._last = total
+        return RowsInFlight(total)
+
+    def wait(self) -> None:
+        """Waits for the last sum, and what is computed from it."""
+        if self._last is not None:
+            self._last.wait()
+        self.clear()
+
+    def arrived(self, output: Any) -> Any:
+        """Returns what a model has returned, with plain tensors."""
+        self.wait()
+        return map_tensors(output, _arrived)
+
+    def clear(self) -> None:
+        """Forgets the sum of a call, which may have failed."""
+        self._last = None
 
 
 class _Region(ABC):
@@ -109,7 +164,12 @@ class _Region(ABC):
     unsplit: TensorTransform
 
     def __init__(
-        self, overlap: Overlap, model: nn.Module, mesh: DeviceMesh, sizes: ShardSizes | None
+        self,
+        overlap: Overlap,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        sizes: ShardSizes | None,
+        fused: FusedOperators | None,
     ) -> None:
         self.overlap = overlap
         self.modules: list[Any] = [model.get_submodule(name) for name in overlap.linears]
@@ -126,7 +186,8 @@ class _Region(ABC):
             f"plan-api: {self._what}, {step.description}",
         )
         dim = self._sharded.dim if isinstance(self._sharded, Shard) else None
-        self._placing = Placing(peers, dim, StepContext(f"the backward of {self._name}", step))
+        context = StepContext(f"the backward of {self._name}", step)
+        self._placing = Placing(peers, dim, context, fused)
         self._reported = False
 
     @abstractmethod
@@ -172,7 +233,7 @@ class _Region(ABC):
     def _reason(self, tensor: torch.Tensor, modules: Sequence[Any], whole: Placement) -> str:
         params = [one for module in modules for one in _params(module) if one is not None]
         if self._sizes is not None:
-            if any(type(one) not in (torch.Tensor, nn.Parameter) for one in (tensor, *params)):
+            if any(type(one) not in _PLAIN for one in (tensor, *params)):
                 return "a parameter or the input is no plain tensor"
         elif any(type(one) is not DTensor for one in (tensor, *params)):
             return "a parameter or the input is no DTensor"
@@ -228,9 +289,14 @@ class _InputRegion(_Region):
     """A site in front of Linears, whose outputs it computes."""
 
     def __init__(
-        self, overlap: Overlap, model: nn.Module, mesh: DeviceMesh, sizes: ShardSizes | None
+        self,
+        overlap: Overlap,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        sizes: ShardSizes | None,
+        fused: FusedOperators | None,
     ) -> None:
-        super().__init__(overlap, model, mesh, sizes)
+        super().__init__(overlap, model, mesh, sizes, fused)
         self._whole: torch.Tensor | None = None
         self._outputs: dict[int, torch.Tensor] = {}  # by the id of the module
         self._unused: set[int] = set()  # numbers of modules
@@ -297,12 +363,19 @@ class _OutputRegion(_Region):
     """A site behind a Linear, which computes what the site returns."""
 
     def __init__(
-        self, overlap: Overlap, model: nn.Module, mesh: DeviceMesh, sizes: ShardSizes | None
+        self,
+        overlap: Overlap,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        sizes: ShardSizes | None,
+        fused: FusedOperators | None,
+        in_flight: _InFlight | None,
     ) -> None:
-        super().__init__(overlap, model, mesh, sizes)
+        super().__init__(overlap, model, mesh, sizes, fused)
+        self._in_flight = in_flight
         self._part: torch.Tensor | None = None  # as the Linear returned it
         self._local_part: torch.Tensor | None = None
-        self._sums: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor | ArrivingRows] = []
         self._is_unused = False
 
     def forward(self, module: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -318,7 +391,8 @@ class _OutputRegion(_Region):
         sums = None if self._is_unused else self._sums
         params = self._local_params(module, tensor)
         with self._moving():
-            part = PartialProduct.apply(local, self._placing, sums, *params)  # type: ignore[no-untyped-call]
+            blocks = _BLOCKS if self._takes_flight() is None else _BLOCKS_IN_FLIGHT
+            part = PartialProduct.apply(local, self._placing, sums, *params, blocks)  # type: ignore[no-untyped-call]
         self._local_part = self._part = part
         if isinstance(tensor, DTensor):
             placements = self._along(tensor.placements, Partial())
@@ -334,7 +408,7 @@ class _OutputRegion(_Region):
         if self._sizes is not None:
             self.unsplit.record()  # type: ignore[attr-defined]
         product = part.grad_fn if torch.is_grad_enabled() else None
-        total = ReducedProduct.apply(part, self._placing, self._sums, product)  # type: ignore[no-untyped-call]
+        total = ReducedProduct.apply(part, self._placing, [self._sum()], product)  # type: ignore[no-untyped-call]
         self._part = self._local_part = None
         self._sums = []
         if isinstance(tensor, DTensor):
@@ -342,8 +416,26 @@ class _OutputRegion(_Region):
             total = DTensor.from_local(total, self._mesh, placements, run_check=False)
         return total  # type: ignore[no-any-return]
 
+    def _takes_flight(self) -> _InFlight | None:
+        in_flight = self._in_flight
+        return in_flight if in_flight is not None and in_flight.can_take() else None
+
+    def _sum(self) -> torch.Tensor:
+        """Returns the sum, which may be in flight."""
+        (total,) = self._sums
+        if isinstance(total, torch.Tensor):
+            return total
+        in_flight = self._takes_flight()
+        if in_flight is not None:
+            return in_flight.begin(total)
+        total.wait()
+        return total.tensors[0]
+
     def end(self) -> None:
         """Leaves the sum out of the next call if the module did not return the product."""
+        for one in self._sums:
+            if isinstance(one, ArrivingRows):
+                one.wait()
         if self._sums and not self._is_unused:
             self._is_unused = True
             _log.warning(
@@ -355,6 +447,26 @@ class _OutputRegion(_Region):
         """Forgets the tensors of a call."""
         self._part = self._local_part = None
         self._sums = []
+
+
+def _arrived(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        if isinstance(tensor._local_tensor, RowsInFlight):
+            tensor._local_tensor = tensor._local_tensor.whole()
+        return tensor
+    return _Arrived.apply(tensor) if isinstance(tensor, RowsInFlight) else tensor  # type: ignore[no-untyped-call]
+
+
+class _Arrived(torch.autograd.Function):
+    """Returns a plain tensor for `RowsInFlight`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: RowsInFlight) -> torch.Tensor:
+        return rows.whole().detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return grads
 
 
 class _WholeInput(torch.autograd.Function):

@@ -19,14 +19,20 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from plan_api.ops.autocast import cast_down
+from plan_api.ops.overlap.fused import FusedOperators
+from plan_api.ops.overlap.rows_in_flight import (
+    ArrivingRows,
+    BlocksOfTensor,
+    RowsInFlight,
+    block_lengths,
+    rows_of,
+)
 from plan_api.ops.overlap.transfer import Peers, RowExchange, RowReduction, Transfer
 from plan_api.runtime.error_context import StepContext, annotate_backward_errors
 
 __all__ = ["GatheredProducts", "PartialProduct", "Placing", "ReducedProduct"]
 
-# Into how many parts a product is split whose sum is replicated: all but the last one are sent
-# while others are computed.
-_ALL_REDUCED_PARTS = 4
+_CONTIGUOUS = torch.contiguous_format
 # From how many rows on a product of one sequence takes as long as its part of a larger product.
 _LONG_BLOCK = 64
 
@@ -39,16 +45,25 @@ class Placing:
         peers: the ranks along the axis.
         dim: of the tensor that is gathered or scattered; None: it is summed and stays replicated.
         context: of the site, for errors in backward.
+        fused: multiply and communicate in one; None: rows are sent and received.
     """
 
     peers: Peers
     dim: int | None
     context: StepContext
+    fused: FusedOperators | None = None
 
     def rows(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the part of each rank of a tensor that is not sharded, as views."""
         assert self.dim is not None
         return tensor.chunk(self.peers.size, self.dim)
+
+    def fused_for(
+        self, tensor: torch.Tensor, matrices: Sequence[torch.Tensor]
+    ) -> FusedOperators | None:
+        """Returns the operators that multiply and communicate in one, if they take the tensors."""
+        fused = None if self.dim is None else self.fused
+        return fused if fused is not None and fused.take(tensor, matrices) else None
 
     def begin_sum(self, tensor: torch.Tensor) -> Transfer:
         """Begins to sum a tensor of all ranks."""
@@ -72,7 +87,7 @@ class GatheredProducts(torch.autograd.Function):
 
         Args:
             ctx: of autograd.
-            tensor: this rank's, (..., features).
+            tensor: this rank's, (..., features); it may be `RowsInFlight`, if it is not gathered.
             placing: how it is gathered.
             unused: the numbers of Linears that are not computed, whose outputs are None. Their
                 weights are saved all the same: recomputation counts saved tensors.
@@ -82,7 +97,9 @@ class GatheredProducts(torch.autograd.Function):
         weights, biases = params[::2], params[1::2]
         params = _cast(*params)
         used = [number for number in range(len(weights)) if number not in unused]
-        if placing.dim is None:
+        if isinstance(tensor, RowsInFlight):
+            whole, outputs = _arriving_products(tensor, params, used)
+        elif placing.dim is None:
             whole = tensor.view_as(tensor)  # an autograd function may not return its input
             outputs = {number: _product(whole, *params[2 * number :][:2]) for number in used}
         else:
@@ -99,24 +116,54 @@ class GatheredProducts(torch.autograd.Function):
         whole, *weights = ctx.saved_tensors
         grad_whole, *grad_outputs = grads
         needed, transfer = ctx.needs_input_grad, None
-        if needed[0]:
+        of_tensor = None
+        if needed[0] and grad_whole is None:
+            of_tensor = _scattered_grad_of_input(grad_outputs, weights, whole, ctx.placing)
+        if needed[0] and of_tensor is None:
             # In autograd's order, which calls backward of the last Linear first.
             terms = [
                 _grad_of_input(grad, weight, whole.dtype)
                 for grad, weight in zip(reversed(grad_outputs), reversed(weights), strict=True)
                 if grad is not None
             ]
-            terms += [] if grad_whole is None else [grad_whole]
+            if grad_whole is not None:
+                # The sum is computed in place, and this gradient may be that of others, too.
+                terms.append(grad_whole if terms else grad_whole.clone(memory_format=_CONTIGUOUS))
             if terms:
-                total = terms[0] if len(terms) == 1 else terms[0] + terms[1]
-                for term in terms[2:]:
+                total, *others = terms
+                for term in others:
                     total += term
                 transfer = ctx.placing.begin_sum(total)
         of_params: list[torch.Tensor | None] = []
         for number, (grad, weight) in enumerate(zip(grad_outputs, weights, strict=True)):
             has_bias = ctx.has_bias[number] and needed[4 + 2 * number]
             of_params += _grads_of_params(grad, whole, weight, needed[3 + 2 * number], has_bias)
-        return None if transfer is None else transfer.wait(), None, None, *of_params
+        if transfer is not None:
+            of_tensor = transfer.wait()
+        return of_tensor, None, None, *of_params
+
+
+def _scattered_grad_of_input(
+    grads: Sequence[torch.Tensor | None],
+    weights: Sequence[torch.Tensor],
+    whole: torch.Tensor,
+    placing: Placing,
+) -> torch.Tensor | None:
+    """Returns the gradient of a gathered input, by one fused product for all Linears.
+
+    Returns:
+        None if there is no such operator.
+    """
+    pairs = [(grad, one) for grad, one in zip(grads, weights, strict=True) if grad is not None]
+    parts = [part for pair in pairs for part in pair]
+    fused = placing.fused_for(whole, parts)
+    if fused is None:
+        return None
+    assert placing.dim is not None
+    if len(pairs) == 1:
+        return fused.scattered(*pairs[0], placing.dim)
+    grad, weight = torch.cat([one for one, _ in pairs], -1), torch.cat([one for _, one in pairs])
+    return fused.scattered(grad, weight, placing.dim)
 
 
 def _gathered_products(
@@ -126,6 +173,16 @@ def _gathered_products(
     used: Sequence[int],
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """Returns the gathered tensor, and its product with each Linear by number."""
+    matrices = [params[2 * number].t() for number in used]  # type: ignore[union-attr]
+    fused = placing.fused_for(tensor, matrices)
+    if fused is not None:
+        assert placing.dim is not None
+        found = fused.gathered(tensor, matrices, placing.dim)
+        for number, product in zip(used, found.products, strict=True):
+            bias = params[2 * number + 1]
+            if bias is not None:
+                product += bias
+        return found.whole, dict(zip(used, found.products, strict=True))
     shape, dim = [*tensor.shape], placing.dim
     assert dim is not None
     shape[dim] *= placing.peers.size
@@ -141,6 +198,31 @@ def _gathered_products(
     return whole, outputs
 
 
+def _arriving_products(
+    tensor: RowsInFlight, params: Sequence[torch.Tensor | None], used: Sequence[int]
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Returns a tensor that has arrived, and its product with each Linear by number.
+
+    The last rows arrive beside the product of others with the largest weight. The other weights
+    multiply all rows at once, which costs less.
+    """
+    weights = {number: weight for number in used if (weight := params[2 * number]) is not None}
+    outputs = dict[int, torch.Tensor]()
+    if weights:
+        first = max(weights, key=lambda number: weights[number].numel())
+        output = weights[first].new_empty([*tensor.shape[:-1], weights[first].shape[0]])
+        outs = rows_of(output).split(tensor.arriving.lengths)
+        for block, out in zip(tensor.in_blocks(), outs, strict=True):
+            with record_function("overlap: compute"):
+                _product(block, weights[first], params[2 * first + 1], out)
+        outputs[first] = output
+    whole = tensor.whole().detach()  # other sites may return the same
+    for number, weight in weights.items():
+        if number not in outputs:
+            outputs[number] = _product(whole, weight, params[2 * number + 1])
+    return whole, outputs
+
+
 class PartialProduct(torch.autograd.Function):
     """Multiplies by the weight of one Linear, and sums the result over ranks on the way."""
 
@@ -149,9 +231,10 @@ class PartialProduct(torch.autograd.Function):
         ctx: Any,
         tensor: torch.Tensor,
         placing: Placing,
-        sums: list[torch.Tensor] | None,
+        sums: list[torch.Tensor | ArrivingRows] | None,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        blocks: int = 1,
     ) -> torch.Tensor:
         """Returns this rank's part of the sum.
 
@@ -159,9 +242,11 @@ class PartialProduct(torch.autograd.Function):
             ctx: of autograd.
             tensor: this rank's, (..., in).
             placing: how the sum is scattered.
-            sums: to which the sum over ranks is appended; None: it is not computed.
+            sums: to which the sum over ranks is appended; None: it is not computed. A sum that
+                stays replicated may not have arrived.
             weight: (out, in).
             bias: (out,), or None.
+            blocks: of rows, into which a sum that stays replicated is split.
         """
         ctx.save_for_backward(tensor, weight)
         ctx.has_bias, ctx.at = bias is not None, placing.context
@@ -169,8 +254,11 @@ class PartialProduct(torch.autograd.Function):
         weight, bias = _cast(weight, bias)
         if sums is None:
             return _product(tensor, weight, bias)
-        sum_ = _all_reduced_product if placing.dim is None else _scattered_product
-        output, total = sum_(tensor, placing, weight, bias)
+        total: torch.Tensor | ArrivingRows
+        if placing.dim is None:
+            output, total = _all_reduced_product(tensor, placing, weight, bias, blocks)
+        else:
+            output, total = _scattered_product(tensor, placing, weight, bias)
         sums.append(total)
         return output
 
@@ -191,7 +279,7 @@ class ReducedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: torch.Tensor, placing: Placing, sums: list[torch.Tensor], product: Any
+        ctx: Any, part: torch.Tensor, placing: Placing, total: Sequence[torch.Tensor], product: Any
     ) -> torch.Tensor:
         """Returns the sum.
 
@@ -199,11 +287,12 @@ class ReducedProduct(torch.autograd.Function):
             ctx: of autograd.
             part: of `PartialProduct`.
             placing: of `PartialProduct`.
-            sums: of `PartialProduct`.
+            total: the sum, in a sequence, as an autograd function may not return its input; it may
+                be `RowsInFlight`.
             product: the context of `PartialProduct`; None without gradients.
         """
         ctx.placing, ctx.product, ctx.at = placing, product, placing.context
-        return sums[0]
+        return total[0]
 
     @staticmethod
     @annotate_backward_errors
@@ -232,11 +321,14 @@ class _GradOfProduct:
         assert placing.dim is not None
         shape = [*grad.shape]
         shape[placing.dim] *= placing.peers.size
+        fused = placing.fused_for(grad, [self._tensor, self._weight]) if needs_input_grad else None
+        if fused is not None:
+            found = fused.gathered(grad, [self._weight], placing.dim)
+            self.grad_output, (self._grad_tensor,) = found.whole, found.products
+            return
         self.grad_output = grad.new_empty(shape)
         if needs_input_grad:
-            self._grad_tensor = torch.empty_like(
-                self._tensor, memory_format=torch.contiguous_format
-            )
+            self._grad_tensor = torch.empty_like(self._tensor, memory_format=_CONTIGUOUS)
         exchange = RowExchange(grad, placing.rows(self.grad_output), placing.peers)
         for rank, shard in exchange:
             with record_function("overlap: compute"):
@@ -256,13 +348,17 @@ class _GradOfProduct:
                 of_tensor = _grad_of_input(grad, self._weight, self._tensor.dtype)
         has_bias = ctx.has_bias and needed[4]
         of_params = _grads_of_params(grad, self._tensor, self._weight, needed[3], has_bias)
-        return of_tensor, None, None, *of_params
+        return of_tensor, None, None, *of_params, None
 
 
 def _scattered_product(
     tensor: torch.Tensor, placing: Placing, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a product, and this rank's rows of its sum over ranks."""
+    fused = placing.fused_for(tensor, [weight]) if bias is None else None
+    if fused is not None:
+        assert placing.dim is not None
+        return _product_if_used(tensor, weight), fused.scattered(tensor, weight.t(), placing.dim)
     reduction = RowReduction(placing.peers)
     output = weight.new_empty([*tensor.shape[:-1], weight.shape[0]])
     rows, products = placing.rows(tensor), placing.rows(output)
@@ -275,16 +371,36 @@ def _scattered_product(
     return output, reduction.sum(products[own])
 
 
+def _product_if_used(tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns a product that is computed at its first use, which is none in most modules."""
+    output = weight.new_empty([*tensor.shape[:-1], weight.shape[0]])
+    lengths = block_lengths(output, 1)
+    rows = BlocksOfTensor(tensor.contiguous(), lengths)
+    return RowsInFlight(
+        ArrivingRows(
+            [output], lengths, lambda number: _product(rows(number), weight, None, rows_of(output))
+        )
+    )
+
+
 def _all_reduced_product(
-    tensor: torch.Tensor, placing: Placing, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a product, and its sum over ranks."""
-    parts, transfers, dim = [], [], tensor.ndim - 2
-    for chunk in tensor.chunk(_ALL_REDUCED_PARTS, dim):
+    tensor: torch.Tensor,
+    placing: Placing,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    count: int,
+) -> tuple[torch.Tensor, ArrivingRows]:
+    """Returns a product, and its sum over ranks, which arrives in blocks of rows."""
+    output = weight.new_empty([*tensor.shape[:-1], weight.shape[0]])
+    total = torch.empty_like(output)
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    lengths, transfers = block_lengths(output, count), list[Transfer]()
+    blocks = (one.split(lengths) for one in (rows, rows_of(output), rows_of(total)))
+    for block, product, sent in zip(*blocks, strict=True):
         with record_function("overlap: compute"):
-            parts.append(_product(chunk, weight, bias))
-            transfers.append(placing.peers.begin_all_reduce(parts[-1]))
-    return torch.cat(parts, dim), torch.cat([transfer.wait() for transfer in transfers], dim)
+            sent.copy_(_product(block, weight, bias, product))
+        transfers.append(placing.peers.begin_all_reduce(sent))
+    return output, ArrivingRows([total], lengths, lambda number: transfers[number].wait())
 
 
 def _cast(*params: Any) -> Any:

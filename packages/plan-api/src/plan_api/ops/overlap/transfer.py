@@ -79,9 +79,15 @@ class Peers:
         return Transfer(self.what, finish)
 
     def begin_all_reduce(self, tensor: torch.Tensor) -> Transfer:
-        """Begins to sum a tensor."""
-        sent = _ops.all_reduce(tensor.contiguous(), "sum", self.group.group_name)
-        return Transfer(self.what, lambda: _ops.wait_tensor(sent))
+        """Begins to sum a contiguous tensor, in place."""
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None
+
+        def finish() -> torch.Tensor:
+            work.wait()
+            return tensor
+
+        return Transfer(self.what, finish)
 
     def begin_reduce_scatter(self, tensor: torch.Tensor, dim: int) -> Transfer:
         """Begins to sum a tensor and to shard it evenly on a dim."""
