@@ -221,11 +221,12 @@ def check(case, mesh_and_stock, *, grad):
 
 def every_other_is_slow(cases):
     """Of each operator's calls every other is in the fast tier, the first among them."""
-    by_operator = Counter()
+    by_operator, params = Counter(), []
     for case in cases:
         slow = by_operator[case.operator.name] % 2
         by_operator[case.operator.name] += 1
-        yield pytest.param(case, marks=[pytest.mark.slow] * slow)
+        params.append(pytest.param(case, marks=[pytest.mark.slow] * slow))
+    return params
 
 
 with_and_without_grad = pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])

@@ -98,7 +98,7 @@ def _calls(module):
 @pytest.mark.ranks
 @pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
 @pytest.mark.filterwarnings("ignore:plan-api reduces gradients one by one")
-@cases(("TP + SP", "eager"), ("fully_shard", "static"))
+@cases(("fully_shard", "static"))
 def test_recomputed_layers_have_the_same_bits(case, mode):
     policies = ["full"] if case == "ZeRO-3" else ["full", "selective-op"]
 
