@@ -144,7 +144,8 @@ def examples(session: nox.Session) -> None:
     # torchtitan, and the datasets that it accepts, need older ones than those pinned.
     older = ("fsspec==", "huggingface_hub==", "spmd_types==")
     pins.write_text("".join(line for line in lines if not line.startswith(older)))
-    session.install("-c", str(pins), "-r", "examples/requirements.txt")
+    # Of the frameworks a part is imported, whose bytecode the first process writes.
+    session.install("--no-compile", "-c", str(pins), "-r", "examples/requirements.txt")
     commands = {
         script.parent.name: (
             script,
@@ -160,7 +161,7 @@ def examples(session: nox.Session) -> None:
     failed = []
     for name, command in commands.items():
         try:
-            session.run("python", *map(str, command))
+            session.run("python", *map(str, command), env={"PYTHONDONTWRITEBYTECODE": ""})
         except CommandFailed:  # the next example is compared all the same
             failed.append(name)
     if failed:

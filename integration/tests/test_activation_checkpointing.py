@@ -41,7 +41,7 @@ RUNS = {
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("fsdp", "plan, tp and sp") else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "plan, tp and sp" else pytest.param(name, marks=pytest.mark.slow)
         for name in RUNS
     ],
 )

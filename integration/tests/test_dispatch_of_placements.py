@@ -283,7 +283,7 @@ PLACES = {"interleaved": (interleaved, (2,)), "ragged": (ragged, (2,)), "hybrid"
             how,
             id=f"{name}-{how}",
             # How AdamW steps and where its parameters are do not depend on each other.
-            marks=[] if how == "foreach" or name == "ragged" else [pytest.mark.slow],
+            marks=[] if how == "foreach" else [pytest.mark.slow],
         )
         for name in PLACES
         for how in ("foreach", "fused")

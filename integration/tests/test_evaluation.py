@@ -58,7 +58,7 @@ PRODUCTS = {
         for name in SCHEDULES
     },
 }  # fmt: skip
-FAST = ("fsdp", "plan, FSDP", "plan, TP", "plan, PP")
+FAST = ("fsdp", "plan, TP", "plan, PP")
 ON_FOUR_RANKS = {
     "PP x FSDP": {"system": "fsdp", "pp_degree": 2},
     "PP x FSDP2": {"system": "fsdp2", "pp_degree": 2},
@@ -195,7 +195,7 @@ DRAWS = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == "PP, one device's masks" else ())
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("PP", "static TP")))
         for name in DRAWS
     ],
 )

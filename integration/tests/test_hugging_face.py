@@ -114,7 +114,17 @@ def test_every_system_writes_the_bytes_that_it_was_given(names, llama, tmp_path,
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp", "dtensor-tp", "plan-tp", "plan-zero3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp",
+        "plan-tp",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("fsdp2", "dtensor-tp", "plan-zero3")
+        ),
+    ],
+)
 def test_no_rank_ever_holds_the_whole_model(name, tmp_path):
     torch.manual_seed(5)
     model = model_shape("llama-10m").build(dropout=0.0)

@@ -69,6 +69,7 @@ def test_a_refused_pair_has_sent_nothing_and_moved_no_parameter(monkeypatch):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow  # each option has tests in packages/fsdp
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 def test_an_option_fully_shard_section_is_in_effect(choice, runs):
     runs.check_on_two_ranks(choice, [completed((choice,)).run])

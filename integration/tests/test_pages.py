@@ -55,6 +55,8 @@ def _ranks(text):
 
 # The slowest pages; of the others each shows a task, or a way to begin.
 SLOW = {
+    "docs/tasks/evaluate.md",
+    "docs/tasks/generate.md",
     "docs/tasks/optimizers-precision.md",
     "docs/tasks/save-resume.md",
     "docs/tutorials/from-torchtitan.md",

@@ -134,8 +134,24 @@ def _misplaced(options):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-@pytest.mark.parametrize("name", ["dp", "tp, static", "tp", "zero3"])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("dp", "1F1B"),
+        ("tp, static", "ZBVZeroBubble"),
+        ("zero3", "1F1B"),
+        *(
+            pytest.param(name, schedule, marks=pytest.mark.slow)
+            for name, schedule in (
+                ("dp", "ZBVZeroBubble"),
+                ("tp, static", "1F1B"),
+                ("tp", "1F1B"),
+                ("tp", "ZBVZeroBubble"),
+                ("zero3", "ZBVZeroBubble"),
+            )
+        ),
+    ],
+)
 def test_gradients_of_plans_are_reduced_behind_the_schedule(name, schedule, tmp_path):
     """Else clipping and the optimizer would do it, one by one, with the same losses."""
     options = {"model": "llama-tiny", "pp_degree": 2, "pp_schedule": schedule, "out": tmp_path}

@@ -144,7 +144,10 @@ def _compare(model, ranks, names, steps, out):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("model", "product"),
-    [("mixtral-tiny", "PP"), ("deepseek-v3-tiny", "TP + SP with EP, static")],
+    [
+        pytest.param("mixtral-tiny", "PP", marks=pytest.mark.slow),
+        ("deepseek-v3-tiny", "TP + SP with EP, static"),
+    ],
 )
 def test_a_product_on_two_ranks_trains_as_one_device(model, product, tmp_path):
     _compare(model, 2, [product], 5, tmp_path)

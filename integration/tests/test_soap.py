@@ -34,6 +34,8 @@ PRODUCTS = {
     "plan, EP": {"system": "plan", "dp_shard": 2, "ep": 2, "model": "mixtral-tiny"},
     "plan, PP": {"system": "plan", "pp_degree": 2},
 }
+# Each package's way to shard, both modes, and experts.
+FAST = ("fsdp", "plan, ZeRO-3 by phases", "plan, TP x SP, static", "plan, EP")
 # Of which gradients are reduced in float64.
 EXACT = ("ddp", "plan, FSDP", "plan, ZeRO-3 by phases", "plan, TP")
 EXACT_WITH_EXPERTS = ("plan, FSDP", "plan, EP")
@@ -53,7 +55,10 @@ def one_device(train_runs, tmp_path_factory):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in PRODUCTS],
+)
 def test_losses_are_those_of_one_device(name, train_runs, one_device, tmp_path):
     run = RUN | PRODUCTS[name]
     (losses,) = train_runs(2, [run], out=tmp_path, steps=STEPS)

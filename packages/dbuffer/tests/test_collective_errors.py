@@ -42,7 +42,7 @@ def buffer_on(mesh, placement, strategy, name="", names=("a", "b")):
     return made
 
 
-@pytest.mark.parametrize("strategy", ["native", "exchange"])
+@pytest.mark.parametrize("strategy", ["native", pytest.param("exchange", marks=pytest.mark.slow)])
 def test_a_rank_that_is_missing_is_told_with_collective_axis_and_buffer(strategy):
     def check():
         for what, (placement, start) in COLLECTIVES.items():

@@ -108,8 +108,24 @@ REGIONS = {
 }
 
 
-@pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
-@pytest.mark.parametrize(("draw", "dtype"), [*CASES, *DROPOUTS], ids=name)
+# Of further dtypes two regions, whose elements are not next to each other, are in the fast tier.
+SPARSE = ("interleaved rows", "windows of columns")
+
+
+@pytest.mark.parametrize(
+    ("draw", "dtype", "region"),
+    [
+        pytest.param(
+            draw,
+            dtype,
+            region,
+            id=f"{name(draw)}-{name(dtype)}-{label}",
+            marks=[pytest.mark.slow] * (dtype != torch.float32 and label not in SPARSE),
+        )
+        for draw, dtype in [*CASES, *DROPOUTS]
+        for label, region in REGIONS.items()
+    ],
+)
 def test_kernels_equal_the_emulator(runtime, draw, dtype, region):
     local = torch.zeros(local_shape(region), dtype=dtype)
     assert_equals_the_emulator(runtime, local, region, draw)

@@ -142,7 +142,7 @@ flattens_by_head = pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_F
     "placements",
     [
         pytest.param((S(0), R), id="by batch"),
-        pytest.param((S(0), S(0)), id="by batch twice"),
+        pytest.param((S(0), S(0)), id="by batch twice", marks=pytest.mark.slow),
         pytest.param((R, S(1)), id="by head", marks=flattens_by_head),
         # Torch's search for a redistribution of dims on two axes takes most of a minute.
         pytest.param(

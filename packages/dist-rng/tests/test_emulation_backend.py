@@ -71,7 +71,9 @@ def offset_of(generator):
 
 
 @pytest.mark.parametrize(("draw", "dtype"), CASES, ids=name)
-@pytest.mark.parametrize("numel", [1, 2400, 2401, 9000])
+@pytest.mark.parametrize(
+    "numel", [2401, 9000, *(pytest.param(numel, marks=pytest.mark.slow) for numel in (1, 2400))]
+)
 def test_elements_equal_exact_arithmetic(draw, dtype, numel):
     seed = 2**33 + 11
     given_ = probabilities_for(draw, (numel,), dtype)

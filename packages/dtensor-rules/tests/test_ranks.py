@@ -119,7 +119,7 @@ def _assert_same(function, world_size):
         pytest.param("tp", 4, id="tensor parallel on 4", marks=pytest.mark.slow),
         pytest.param("2d", 4, id="fsdp x tensor parallel on 2x2", marks=pytest.mark.slow),
         pytest.param("fsdp", 2, id="fsdp on 2"),
-        pytest.param("checkpointing", 2, id="activation checkpointing"),
+        pytest.param("checkpointing", 2, id="activation checkpointing", marks=pytest.mark.slow),
         pytest.param("autocast", 2, id="autocast"),
     ],
 )

@@ -244,7 +244,15 @@ def compare_strided(shape):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shape", [(12, 6), (6, 12, 3), (6, 6, 1, 2), (0, 6)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (6, 12, 3),
+        (0, 6),
+        *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((12, 6), (6, 6, 1, 2))),
+    ],
+    ids=str,
+)
 def test_strided_shards_with_equal_pieces(shape):
     run_ranks(compare_strided, 2, shape, timeout=120)
 

@@ -111,8 +111,10 @@ CASES = {
     "activation checkpointing": lambda: Stack(Mlp(), Mlp(), Mlp(), checkpointed=True),
     "checkpointed and twice": lambda: Stack(Mlp(), Mlp(), orders=[(0, 1, 1)], checkpointed=True),
 }
-# Those that the test of resharding trains too, with the same options and others.
+# Those that the test of resharding trains too, with the same options and others, and those of
+# which another has the harder part.
 AGAIN = ("nested", "module called twice", "checkpointed and twice")
+AGAIN += ("all frozen", "3-D", "module never called", "activation checkpointing")
 GRANULARITIES = {
     "by element": lambda param: None,
     "blocks": lambda param: Block(4),

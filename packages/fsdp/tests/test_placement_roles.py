@@ -55,8 +55,8 @@ def accumulates_shards(model, last):
 @pytest.mark.parametrize(
     ("names", "param_dtype"),
     [
-        (ONE_AXIS, None),
         (TWO_AXES, torch.bfloat16),
+        pytest.param(ONE_AXIS, None, marks=pytest.mark.slow),
         pytest.param(ONE_AXIS, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param(TWO_AXES, None, marks=pytest.mark.slow),
     ],
@@ -75,7 +75,7 @@ def test_losses_have_the_bits_of_fsdp(names, param_dtype):
 @pytest.mark.parametrize(
     ("name", "same"),
     [
-        ("ddp", accumulates),
+        pytest.param("ddp", accumulates, marks=pytest.mark.slow),
         ("zero1", accumulates),
         ("zero2", lambda model, last: None),
         pytest.param("zero3", lambda model, last: None, marks=pytest.mark.slow),

@@ -86,7 +86,7 @@ def _load(path, kind):
         pytest.param("quantized", 4, "plain", 2, marks=pytest.mark.slow),
         ("quantized", 2, "FSDP2", 2),
         ("plain", 4, "quantized", 2),
-        ("FSDP2", 2, "quantized", 1),
+        pytest.param("FSDP2", 2, "quantized", 1, marks=pytest.mark.slow),
     ],
 )
 def test_checkpoints_have_unquantized_weights(tmp_path, writer, saved_at, reader, loaded_at):

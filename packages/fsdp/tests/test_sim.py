@@ -66,13 +66,10 @@ def of_matrices(optimizer, **options):
 
 # By name: options of fully_shard, those of `losses`, and how many ranks, if not 2.
 DEFAULT = {
-    "defaults": ({}, {}),
     "offload": ({"offload_policy": CPUOffloadPolicy()}, {"clip": 0.1}),
-    "mixed precision": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, {}),
     "accumulation": ({}, {"micro": 2, "prepare": accumulates}),
     # Its gathers have no collective that orders the copy before them.
     "one rank": ({}, {}, 1),
-    "ZeRO-2": ({"placements": "zero2"}, {"clip": 0.1}),
     "gathered over two, unsharded before": (
         {"reshard_after_forward": 2},
         {"prepare": unshards},
@@ -80,6 +77,9 @@ DEFAULT = {
     ),
 }
 SLOW = {
+    "defaults": ({}, {}),
+    "ZeRO-2": ({"placements": "zero2"}, {"clip": 0.1}),
+    "mixed precision": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, {}),
     "HFSDP": ({"mesh": (2, 2), "placements": "hfsdp"}, {}, 4),
     "unsharded memory stays": (
         {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},

@@ -151,7 +151,7 @@ MESHES = {
     "rows": ({"dp": 2, "tp": 2}, 3, lambda param: Rows(2)),
     "whole tensors": ({"tp": 2, "dp": 2}, 3, lambda param: Whole()),
 }
-FAST = ("FSDP x TP", "ranks without an expert", "whole tensors")
+FAST = ("ranks without an expert", "whole tensors")
 
 
 @pytest.mark.parametrize(

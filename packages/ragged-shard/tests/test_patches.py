@@ -89,7 +89,13 @@ def test_import_changes_nothing_a_placement_its_list_and_uninstall_takes_all_bac
     assert len([path for path in installed if path.startswith("torch.serialization")]) == 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * bool(number))
+        for number, kind in enumerate(KINDS)
+    ],
+)
 def test_the_first_placement_installs(kind, uninstalled):
     placement = eval(KINDS[kind], {"ragged_shard": ragged_shard})
     assert ragged_shard.is_installed()

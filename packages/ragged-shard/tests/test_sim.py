@@ -57,8 +57,10 @@ def redistributed(device, shape, placements):
 
 @pytest.mark.parametrize(
     ("shape", "placements"),
-    [((2,), [(one,) for one in ONE_AXIS]), ((2, 2), TWO_AXES)],
-    ids=["one axis", "two axes"],
+    [
+        pytest.param((2,), [(one,) for one in ONE_AXIS], id="one axis", marks=pytest.mark.slow),
+        pytest.param((2, 2), TWO_AXES, id="two axes"),
+    ],
 )
 def test_redistributions_have_the_bits_of_the_cpu(shape, placements):
     def check():

@@ -43,9 +43,9 @@ Options of `fsdp.fully_shard` and of the methods of the modules that it has shar
 and `grad_placements_fn` are not in this table; they have tests of their own
 (`packages/fsdp/tests`). Of `placements`, "zero3" and "hsdp" are what there is without them.
 `integration/tests/test_option_table_fully_shard.py` observes all accepted pairs in {runs} runs of a
-small model, {short} on 2 ranks and {long} on 4, in `nox -s nightly`; and each option once, in a few
-of those on 2 ranks, with the other tests. In each of them gradients are compared with one device's.
-What is refused is a `ValueError`.
+small model, {short} on 2 ranks and {long} on 4, in `nox -s nightly`, and each option once in a few
+of those on 2 ranks; with the other tests those of fsdp run. In each of these runs gradients are
+compared with one device's. What is refused is a `ValueError`.
 """
 
 _PLAN = """

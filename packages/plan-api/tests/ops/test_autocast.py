@@ -41,7 +41,9 @@ def _autocast(model, dtype):
 @pytest.mark.parametrize(
     "dtype", [DTYPES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in DTYPES[1:])]
 )
-@pytest.mark.parametrize("method", ["ring", "all-gather", "ulysses"])
+@pytest.mark.parametrize(
+    "method", ["ring", "ulysses", pytest.param("all-gather", marks=pytest.mark.slow)]
+)
 def test_context_parallel_attention_is_computed_in_the_dtype_of_autocast(method, dtype):
     """Where queries and keys are in fp32, after rotary embeddings, and values are not."""
 

@@ -1,6 +1,7 @@
 """Data parallelism and ZeRO as phases of one plan: the same numbers, other memory and traffic."""
 
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -73,14 +74,15 @@ def train(model, steps=4, width=WIDTH):
     ("shape", "recomputes"),
     [
         ((2,), None),
-        ((2,), False),
         ((2,), True),
         ((2, 2), None),
-        ((4,), None),
         *(
             pytest.param(shape, recomputes, marks=pytest.mark.slow)
-            for shape in ((2, 2), (4,))
-            for recomputes in (False, True)
+            for shape, recomputes in (
+                ((2,), False),
+                ((4,), None),
+                *itertools.product(((2, 2), (4,)), (False, True)),
+            )
         ),
     ],
     ids=str,
@@ -192,7 +194,7 @@ def objects(*kinds):
     [
         (2, {"bucket_mb": BROAD * (BROAD + 1) * 4.2 / 2**20}),
         pytest.param(4, {"bucket_mb": BROAD * (BROAD + 1) * 4.2 / 2**20}, marks=pytest.mark.slow),
-        (2, {"use": ()}),
+        pytest.param(2, {"use": ()}, marks=pytest.mark.slow),
     ],
     ids=["2 ranks", "4 ranks", "without fused-comm"],
 )

@@ -145,7 +145,7 @@ def test_static_mode_trains_bit_for_bit_as_eager(shape, names):
             assert losses[-1] != losses[0], name
 
 
-@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.slow), "static"])
 def test_terms_of_gradients_are_sent_in_the_dtype_of_the_plan(mode):
     """Also of a plan that JSON has stored; forward sends and computes the same."""
 

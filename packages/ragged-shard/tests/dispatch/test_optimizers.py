@@ -88,7 +88,9 @@ def train(name, layout, steps):
 
 
 @pytest.mark.parametrize("layout", MESHES)
-@pytest.mark.parametrize("name", ["adamw foreach", "adamw fused"])
+@pytest.mark.parametrize(
+    "name", ["adamw foreach", pytest.param("adamw fused", marks=pytest.mark.slow)]
+)
 def test_twenty_steps_of_adamw_equal_one_devices_bitwise(name, layout):
     run_ranks(train, 2 if len(MESHES[layout][0]) == 1 else 4, name, layout, 20)
 

@@ -29,8 +29,8 @@ struct Stream {
   }
 };
 
-void fill(Address data, Dtype dtype, const LocalGrid& grid, const Stream& stream, int kind,
-          const PhiloxArguments& arguments, Address probabilities) {
+void philox_fill(Address data, Dtype dtype, const LocalGrid& grid, const Stream& stream, int kind,
+                 const PhiloxArguments& arguments, Address probabilities) {
   const PhiloxTarget target{reinterpret_cast<void*>(data), dtype, grid};
   bool known = false;
   {
@@ -66,7 +66,7 @@ void register_philox(py::module_& module) {
   py::class_<PhiloxArguments>(module, "PhiloxArguments")
       .def(py::init<double, double, std::uint64_t, std::int64_t>(), py::arg("a"), py::arg("b"),
            py::arg("modulus"), py::arg("base"));
-  module.def("philox_fill", &fill, py::arg("data"), py::arg("dtype"), py::arg("grid"),
+  module.def("philox_fill", &philox_fill, py::arg("data"), py::arg("dtype"), py::arg("grid"),
              py::arg("stream"), py::arg("kind"), py::arg("arguments"), py::arg("probabilities"));
   module.def("philox_calls", &calls, py::arg("seed"), py::arg("call"), py::arg("thread"),
              py::arg("count"));

@@ -156,7 +156,7 @@ def _context_results(model, batch, name, on_ranks):
     [(2, ["zig-zag", "documents"]), pytest.param(4, [*CONTEXT], marks=pytest.mark.slow)],
     ids=["2 ranks", "4 ranks"],
 )
-@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.slow), "static"])
 def test_tokens_in_an_order_of_context_parallelism_are_counted_in_the_sequences(mode, ranks, names):
     def check():
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
