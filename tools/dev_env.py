@@ -98,7 +98,7 @@ def synchronise(env: Path) -> list[str]:
     folders = [project.folder for project in changed]
     if renewed:
         install(env, "--no-compile", *groups("build"))  # a build without isolation needs them
-        with ThreadPoolExecutor(max_workers=3) as pool:  # a compiler may take 1 GB
+        with ThreadPoolExecutor(max_workers=3) as pool:  # a compiler may take 2 GB
             # Beside the compilers, which have no use for them.
             tools = pool.submit(install, env, "--no-compile", *groups("dev"))
             if created:  # by way of sdists, whose wheels `nox -s wheels` tries afterwards
