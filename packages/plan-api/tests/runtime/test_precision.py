@@ -101,6 +101,9 @@ def test_four_ranks_have_the_bits_of_accumulated_microbatches_in_each_layout(mod
                 (layers, {}),
                 (layers, {"granularity": Rows(4)}),
                 (layers, {"reshard_after_forward": False}),
+                (layers, {"placements": "zero2"}),
+                (layers, {"placements": "zero1"}),
+                (layers, {"placements": "ddp"}),
             ):
                 loss, found = _data_parallel(recipe, mode, ids, options, modules)
                 _assert_equal(found, in_order)
