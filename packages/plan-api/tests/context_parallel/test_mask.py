@@ -130,3 +130,10 @@ def test_what_is_no_mask_is_refused(make, message):
 def test_a_mask_of_another_sequence_is_refused(mask, message):
     with pytest.raises(ValueError, match=f"attn: expected .*{message}"):
         mask.check(6, 2, "attn")
+
+
+@pytest.mark.parametrize("name", ["area", "block_mask", "dense"])
+def test_documents_longer_than_the_sequence_are_refused_by_each_method(name):
+    options = {"device": torch.device("cpu")} if name == "block_mask" else {}
+    with pytest.raises(ValueError, match=f"{name}: expected documents of 6 tokens together"):
+        getattr(AttentionMask.of_lengths([3, 4]), name)(6, **options)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plan_api import AttentionMask
 from plan_api.context_parallel import SequenceSharding, TokenOrder, tiles
@@ -190,8 +191,27 @@ def test_strips_of_a_window_are_one_tile_and_a_rest():
     assert parts == [(0, 20, 100), (2000, 10, 100)]  # an eighth of 800; 2048 queries at most
 
 
+class PlacesOfSums(TorchDispatchMode):
+    """Notes which elements of memory operators add to in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.add_.Tensor:
+            to = args[0]
+            places = torch.arange(to.untyped_storage().nbytes() // to.element_size())
+            self.found.append(places.as_strided(to.shape, to.stride(), to.storage_offset()))
+        return func(*args, **(kwargs or {}))
+
+
 def test_terms_of_ranges_that_overlap_are_added_to_all_their_keys():
+    """To no key twice in one operator, whose threads would both write it."""
     tile = AttentionTile(slice(None), slice(0, 3), slice(1, 9), "masked", count=3, step=3)
     total = torch.zeros(1, 1, 16, 1)
-    tile.add_to_keys(total, torch.ones_like(tile.of_keys(total)))
+    with PlacesOfSums() as sums:
+        tile.add_to_keys(total, torch.ones_like(tile.of_keys(total)))
+    assert sums.found
+    assert all(places.unique().numel() == places.numel() for places in sums.found)
     assert total.flatten().int().tolist() == [0, 1, 1, 1, 2, 2, 2, 3, 3, 2, 2, 2, 1, 1, 1, 0]

@@ -250,7 +250,12 @@ class AttentionMask:
             )
 
     def area(self, length: int) -> int:
-        """Returns the number of pairs of a query and a key, summed over its rows."""
+        """Returns the number of pairs of a query and a key, summed over its rows.
+
+        Raises:
+            ValueError: it is not the mask of a sequence of this length, as in `check`.
+        """
+        self.check(length, None, "area")
         return sum(key_ranges(self.row(row), length).area for row in range(self.rows))
 
     def block_mask(
@@ -265,12 +270,21 @@ class AttentionMask:
 
         Returns:
             the mask of all rows, for any number of heads.
+
+        Raises:
+            ValueError: as in `area`.
         """
+        self.check(length, None, "block_mask")
         start, stop = (one.to(device) for one in self._ranges(length))
         return block_mask_of_ranges(start, stop, length, block_size)
 
     def dense(self, length: int) -> torch.Tensor:
-        """Returns the mask as a bool tensor of (rows, 1, length, length), true where attended."""
+        """Returns the mask as a bool tensor of (rows, 1, length, length), true where attended.
+
+        Raises:
+            ValueError: as in `area`.
+        """
+        self.check(length, None, "dense")
         start, stop = (one[:, None, :, None] for one in self._ranges(length))
         keys = torch.arange(length)
         return (keys >= start) & (keys < stop)

@@ -159,11 +159,6 @@ def _dequantized_weight(
 
 
 def _shape_of_weight(
-    key: torch.Tensor,
-    shape: list[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    number: int | None,
-    is_transposed: bool,
+    key: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device, *_: Any
 ) -> torch.Tensor:
     return key.new_empty(shape, dtype=dtype, device=device)

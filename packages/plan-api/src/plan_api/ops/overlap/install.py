@@ -13,6 +13,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,15 +77,14 @@ class OverlappedSites:
         used = [one for one in overlaps if one.linears]
         takes_rows = any(one.is_input and not one.forward for one in used)
         self._in_flight = _InFlight() if takes_rows else None
-        fused = None
+        fused: FusedOperators | None = None
         if any(isinstance(move, Shard) for one in used for move in (one.move.src, one.move.dst)):
             fused = fused_operators(mesh.get_group(used[0].axis), mesh.device_type)
+        context = _Context(mesh, sizes, fused, self._in_flight)
         self._regions: dict[tuple[str, HookPoint, int | str], _Region] = {
-            (one.path, one.hook_point, one.step.index): _InputRegion(one, model, mesh, sizes, fused)
-            if one.is_input
-            else _OutputRegion(
-                one, model, mesh, sizes, fused, self._in_flight if one.path else None
-            )
+            (one.path, one.hook_point, one.step.index): (
+                _InputRegion if one.is_input else _OutputRegion
+            )(one, model, context)
             for one in used
         }
 
@@ -151,6 +151,23 @@ class _InFlight:
         self._last = None
 
 
+@dataclass(frozen=True)
+class _Context:
+    """What the sites of a model share.
+
+    Attributes:
+        mesh: of the plan.
+        sizes: as of `OverlappedSites`.
+        fused: multiply and communicate in one; None: rows are sent and received.
+        in_flight: the last sum; None: no site takes one that has not arrived.
+    """
+
+    mesh: DeviceMesh
+    sizes: ShardSizes | None
+    fused: FusedOperators | None
+    in_flight: _InFlight | None
+
+
 class _Region(ABC):
     """A site, and the Linears beside it. It is the transform of the site's hook.
 
@@ -163,17 +180,10 @@ class _Region(ABC):
     settled: DTensorSpec | None = None  # tensors are never returned unchanged
     unsplit: TensorTransform
 
-    def __init__(
-        self,
-        overlap: Overlap,
-        model: nn.Module,
-        mesh: DeviceMesh,
-        sizes: ShardSizes | None,
-        fused: FusedOperators | None,
-    ) -> None:
-        self.overlap = overlap
+    def __init__(self, overlap: Overlap, model: nn.Module, context: _Context) -> None:
+        self.overlap, mesh = overlap, context.mesh
         self.modules: list[Any] = [model.get_submodule(name) for name in overlap.linears]
-        self._mesh, self._sizes = mesh, sizes
+        self._mesh, self._sizes = mesh, context.sizes
         self._axis = axis_names(mesh).index(overlap.axis)
         move, step = overlap.move, overlap.step
         self._name = f"{overlap.path}.{overlap.hook_point.value}".lstrip(".")
@@ -186,8 +196,8 @@ class _Region(ABC):
             f"plan-api: {self._what}, {step.description}",
         )
         dim = self._sharded.dim if isinstance(self._sharded, Shard) else None
-        context = StepContext(f"the backward of {self._name}", step)
-        self._placing = Placing(peers, dim, context, fused)
+        backward = StepContext(f"the backward of {self._name}", step)
+        self._placing = Placing(peers, dim, backward, context.fused)
         self._reported = False
 
     @abstractmethod
@@ -288,15 +298,8 @@ class _Region(ABC):
 class _InputRegion(_Region):
     """A site in front of Linears, whose outputs it computes."""
 
-    def __init__(
-        self,
-        overlap: Overlap,
-        model: nn.Module,
-        mesh: DeviceMesh,
-        sizes: ShardSizes | None,
-        fused: FusedOperators | None,
-    ) -> None:
-        super().__init__(overlap, model, mesh, sizes, fused)
+    def __init__(self, overlap: Overlap, model: nn.Module, context: _Context) -> None:
+        super().__init__(overlap, model, context)
         self._whole: torch.Tensor | None = None
         self._outputs: dict[int, torch.Tensor] = {}  # by the id of the module
         self._unused: set[int] = set()  # numbers of modules
@@ -362,17 +365,10 @@ class _InputRegion(_Region):
 class _OutputRegion(_Region):
     """A site behind a Linear, which computes what the site returns."""
 
-    def __init__(
-        self,
-        overlap: Overlap,
-        model: nn.Module,
-        mesh: DeviceMesh,
-        sizes: ShardSizes | None,
-        fused: FusedOperators | None,
-        in_flight: _InFlight | None,
-    ) -> None:
-        super().__init__(overlap, model, mesh, sizes, fused)
-        self._in_flight = in_flight
+    def __init__(self, overlap: Overlap, model: nn.Module, context: _Context) -> None:
+        super().__init__(overlap, model, context)
+        # Of the model itself nothing follows.
+        self._in_flight = context.in_flight if overlap.path else None
         self._part: torch.Tensor | None = None  # as the Linear returned it
         self._local_part: torch.Tensor | None = None
         self._sums: list[torch.Tensor | ArrivingRows] = []
